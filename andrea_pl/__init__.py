@@ -1,0 +1,18 @@
+"""Exact, token-weighted pretraining of language models with PyTorch Lightning."""
+
+from andrea_pl.data import DynamicPaddingCollator as DynamicPaddingCollator
+from andrea_pl.data import TextDataModule as TextDataModule
+from andrea_pl.data import TextSource as TextSource
+from andrea_pl.data import TokenizedDataset as TokenizedDataset
+from andrea_pl.data import Window as Window
+from andrea_pl.data import WindowLoader as WindowLoader
+from andrea_pl.errors import UserError as UserError
+from andrea_pl.language import LanguageModule as LanguageModule
+from andrea_pl.network import FeedForward as FeedForward
+from andrea_pl.network import RoPELanguageModel as RoPELanguageModel
+from andrea_pl.network import Sampling as Sampling
+from andrea_pl.network import TransformerConfig as TransformerConfig
+from andrea_pl.optim import build_optimizer as build_optimizer
+from andrea_pl.optim import build_scheduler as build_scheduler
+from andrea_pl.update import NonFiniteError as NonFiniteError
+from andrea_pl.update import TokenWeightedModule as TokenWeightedModule

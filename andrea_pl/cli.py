@@ -1,0 +1,311 @@
+"""The command `andrea`: LightningCLI's fit, validate, test and predict, and prepare and generate besides."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from jsonargparse import ArgumentParser, set_parsing_settings
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback, ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from typing_extensions import override
+
+from andrea_callbacks.console import RunReport, UpdateProgressBar
+from andrea_pl.checkpoint import read_block, read_checkpoint
+from andrea_pl.data.module import TextDataModule
+from andrea_pl.errors import UserError
+from andrea_pl.language import LanguageModule
+from andrea_pl.network import Sampling
+from andrea_pl.update import NonFiniteError
+
+TRUSTED_IMPORTS = [
+    "andrea_callbacks",
+    "andrea_pl",
+    "lightning.pytorch.callbacks",
+    "lightning.pytorch.loggers",
+    "lightning.pytorch.plugins",
+    "lightning.pytorch.profilers",
+    "lightning.pytorch.strategies",
+    "torch.optim",
+]
+"""What a configuration file may name as a class."""
+
+TRUST_FLAG = "--trust_imports"
+TRUST_HELP = (
+    f"A configuration may name classes of {', '.join(TRUSTED_IMPORTS)}; {TRUST_FLAG} NAME on the command "
+    f"line allows "
+    "another module or package, NAME, as well."
+)
+
+EXIT_ERROR = 1
+
+
+class CommandTrainer(pl.Trainer):
+    """Lightning's Trainer with what the command adds to it."""
+
+    @override
+    def fit(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        model: pl.LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: pl.LightningDataModule | None = None,
+        ckpt_path: str | None = None,
+        init_from: str | None = None,
+    ) -> None:
+        """Train a model, preparing its text first where needed.
+
+        Args:
+            model: The model.
+            train_dataloaders: Not used by the command.
+            val_dataloaders: Not used by the command.
+            datamodule: The text.
+            ckpt_path: Checkpoint to resume from: weights, optimizer, schedule and position in the text.
+            init_from: Checkpoint to take the weights from, and nothing else, for fine-tuning.
+        """
+        if init_from is not None:
+            if ckpt_path is not None:
+                raise UserError(
+                    "give --ckpt_path to resume or --init_from to start from weights alone, not both"
+                )
+            _load_weights(cast(LanguageModule, model), init_from)
+        _check_checkpoint(ckpt_path)
+        super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
+
+    @override
+    def validate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a checkpoint on the held-out documents."""
+        _require_checkpoint(kwargs)
+        return super().validate(*args, **kwargs)
+
+    @override
+    def test(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a checkpoint on the test documents."""
+        _require_checkpoint(kwargs)
+        return super().test(*args, **kwargs)
+
+    @override
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Write the loss of every held-out sequence under a checkpoint, as JSON lines."""
+        _require_checkpoint(kwargs)
+        return super().predict(*args, **kwargs)
+
+    def prepare(self, model: pl.LightningModule, datamodule: TextDataModule) -> None:
+        """Prepare the text: learn the tokenizer, write the token stores. Nothing is trained.
+
+        Args:
+            model: Not used.
+            datamodule: The text.
+        """
+        del model
+        datamodule.prepare_data()
+        datamodule.setup()
+        print(f"prepared in {datamodule.preparation.folder}")
+
+
+class KeepConfig(SaveConfigCallback):
+    """Saves the configuration beside the logs; without a logger there is no such place, none is saved."""
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Save on the first call."""
+        if trainer.loggers:
+            super().setup(trainer, pl_module, stage)
+
+
+class CommandParser(LightningArgumentParser):
+    """Keeps the list of subcommands at hand, for those that LightningCLI does not know."""
+
+    subcommand_action: Any = None
+
+    @override
+    def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
+        """Add the list."""
+        self.subcommand_action = super().add_subcommands(*args, **kwargs)
+        return self.subcommand_action
+
+
+class AndreaCLI(LightningCLI):
+    """LightningCLI with a fixed model and data class; a checkpoint can slip nothing in."""
+
+    def __init__(self, args: list[str] | None = None) -> None:
+        super().__init__(
+            LanguageModule,
+            TextDataModule,
+            save_config_callback=KeepConfig,
+            save_config_kwargs={"overwrite": True},
+            trainer_class=CommandTrainer,
+            seed_everything_default=0,
+            parser_class=CommandParser,
+            args=args,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    @staticmethod
+    @override
+    def subcommands() -> dict[str, set[str]]:
+        """Return the subcommands that run with a trainer, and the arguments that are filled in."""
+        return {**LightningCLI.subcommands(), "prepare": {"model", "datamodule"}}
+
+    @override
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+    ) -> None:
+        """Add the subcommand that needs no trainer."""
+        main_kwargs.setdefault("description", "Pretrain language models by exact, token-weighted updates.")
+        super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
+        action = cast(CommandParser, self.parser).subcommand_action
+        action.add_subcommand("generate", generate_parser(), help="Continue a prompt with a checkpoint.")
+
+    @override
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Say in every help what a configuration may name."""
+        kwargs["epilog"] = TRUST_HELP
+        return super().init_parser(**kwargs)
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Let the data decide vocabulary and block size, when arguments are parsed."""
+        parser.link_arguments("data.vocab_size", "model.network.vocab_size")
+        parser.link_arguments("data.block_size", "model.network.block_size")
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Add the bar and the final report, where the user gave none of their kind."""
+        config = self._get(self.config_init, "trainer", default={})
+        given = cast("list[Callback]", config.get("callbacks") or [])
+        added: list[Callback] = []
+        if config.get("enable_progress_bar") is not False and not any(
+            isinstance(each, ProgressBar) for each in given
+        ):
+            added.append(UpdateProgressBar())
+        if not any(isinstance(each, RunReport) for each in given):
+            added.append(RunReport())
+        self.trainer_defaults["callbacks"] = added
+        return super().instantiate_trainer(**kwargs)
+
+    def before_fit(self) -> None:
+        """Say how large the model is."""
+        module = cast(LanguageModule, self.model)
+        print(f"parameters: {module.network.count_parameters():,}")
+
+    def predict(self, **kwargs: Any) -> None:
+        """Write predictions as JSON lines in the trainer's root folder."""
+        batches = cast("list[list[dict[str, Any]]]", self.trainer.predict(**kwargs)) or []
+        path = Path(self.trainer.default_root_dir) / "predictions.jsonl"
+        data = cast(TextDataModule, self.datamodule)
+        with path.open("w", encoding="utf-8") as file:
+            for row in (row for batch in batches for row in batch):
+                file.write(json.dumps({**row, "document": data.describe(row["document_id"])}) + "\n")
+        print(f"losses of {sum(map(len, batches))} sequences: {path}")
+
+    @override
+    def _parse_ckpt_path(self) -> None:
+        """Take nothing from a checkpoint into the configuration: flags and files alone decide."""
+
+
+def generate_text(
+    ckpt_path: str,
+    prompt: str = "",
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+) -> None:
+    """Continue a prompt with the model and the tokenizer of a checkpoint; nothing else is needed.
+
+    Args:
+        ckpt_path: A checkpoint that `andrea fit` wrote.
+        prompt: The text to continue; empty to start a document.
+        max_new_tokens: Most tokens to write; less where the document ends before.
+        temperature: Divides the logits; 0 always takes the likeliest token.
+        top_k: Draw only from the k likeliest tokens.
+        top_p: Draw only from the likeliest tokens that together reach this probability.
+        seed: The same seed writes the same text.
+        device: Where the model runs, such as cpu or cuda.
+    """
+    module = LanguageModule.load_from_checkpoint(ckpt_path, map_location=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    print(prompt + module.generate([prompt], max_new_tokens, generator, sampling)[0])
+
+
+def generate_parser() -> ArgumentParser:
+    """Return the parser of `andrea generate`."""
+    parser = ArgumentParser(prog="andrea generate", description="Continue a prompt with a checkpoint.")
+    parser.add_argument("-c", "--config", action="config", help="A YAML file with these options.")
+    parser.add_function_arguments(generate_text)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: Arguments without the program's name; those of the process when left out.
+
+    Returns:
+        0, or 1 where the user has something to mend. Wrong usage raises SystemExit(2).
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        arguments = _restrict(arguments)
+        if arguments[:1] == ["generate"]:
+            parser = generate_parser()
+            options = parser.parse_args(arguments[1:]).as_dict()
+            options.pop("config", None)
+            generate_text(**options)
+        else:
+            sys.argv = [sys.argv[0], *arguments]
+            AndreaCLI()
+    except (UserError, NonFiniteError, MisconfigurationException, FileNotFoundError) as error:
+        print(f"andrea: error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    return 0
+
+
+def _restrict(arguments: list[str]) -> list[str]:
+    """Close what a configuration file could reach; take the names that the user trusts."""
+    kept: list[str] = []
+    trusted: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == TRUST_FLAG:
+            name = next(rest, None)
+            if name is None:
+                raise UserError(f"{TRUST_FLAG} needs the name of a module or package")
+            trusted.append(name)
+        elif argument.startswith(f"{TRUST_FLAG}="):
+            trusted.append(argument.partition("=")[2])
+        else:
+            kept.append(argument)
+    set_parsing_settings(config_read_mode_urls_enabled=False, config_read_mode_fsspec_enabled=False)
+    try:
+        set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=[*TRUSTED_IMPORTS, *trusted])
+    except ValueError as error:
+        raise UserError(f"{TRUST_FLAG}: {error}") from error
+    return kept
+
+
+def _load_weights(module: LanguageModule, path: str) -> None:
+    checkpoint = read_checkpoint(path)
+    module.check_block(read_block(checkpoint, path))
+    module.load_state_dict(checkpoint["state_dict"])
+
+
+def _check_checkpoint(path: str | None) -> None:
+    """Refuse a path that Lightning would fetch, or that is not there; its own keywords pass."""
+    if path is not None and path not in ("best", "last", "hpc", "registry"):
+        read_block(read_checkpoint(path), path)
+
+
+def _require_checkpoint(options: dict[str, Any]) -> None:
+    if options.get("ckpt_path") is None:
+        raise UserError("--ckpt_path is needed: without a checkpoint the weights would be random")
+    _check_checkpoint(options["ckpt_path"])

@@ -1,0 +1,261 @@
+"""Where text comes from: sources, the documents in them, and what to do with input that cannot be read."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from glob import glob
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from andrea_pl.data.python_text import PythonPart, python_documents, python_fingerprint
+from andrea_pl.data.records import Document
+from andrea_pl.errors import UserError
+
+TEXT_SUFFIXES = (".txt", ".md", ".rst")
+SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".parquet", ".bin")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSource:
+    """One source of text, named so that its share and its losses can be followed.
+
+    Args:
+        name: Letters, digits, `-` and `_`; names the source in logs and in the cache.
+        kind: `files` reads `paths`; `python` reads the text that every Python installation has; `tokens`
+            takes `documents` as they stand.
+        paths: Files, folders or globs of .txt, .md, .rst, .jsonl, .parquet, or nanoGPT's raw uint16 .bin. A
+            text file is one document; a line of .jsonl or a row of .parquet is one, from its `text`, its
+            `question` and `answer`, or its `messages` (a list of `role` and `content`).
+        document_separator: Cuts text files into documents at this string, which is dropped.
+        part: For `python`: `docstrings` (question and answer), `topics` (long prose), `readmes` (lists), or
+            `all`.
+        documents: For `tokens`: lists of token ids, used without a tokenizer and without an end-of-document
+            token.
+        end_of_document: For .bin files: the id after which a document ends. Left out, the file is cut into
+            pieces of 8,192 tokens, each treated as a document.
+        split: `hash` deals documents to training, validation and test by their content; the others take all.
+    """
+
+    name: str
+    kind: Literal["files", "python", "tokens"] = "files"
+    paths: list[str] = field(default_factory=list[str])
+    document_separator: str | None = None
+    part: PythonPart = "all"
+    documents: list[list[int]] = field(default_factory=list[list[int]])
+    end_of_document: int | None = None
+    split: Literal["hash", "train", "val", "test"] = "hash"
+
+    def __post_init__(self) -> None:
+        """Refuse a source that can give nothing."""
+        if not self.name or not all(letter.isalnum() or letter in "-_" for letter in self.name):
+            raise UserError(f"source name {self.name!r}: use letters, digits, '-' and '_' only")
+        if self.kind == "files" and not self.paths:
+            raise UserError(
+                f"source {self.name!r} has no paths: give files, folders or globs, or kind: python"
+            )
+        if self.kind != "files" and self.paths:
+            raise UserError(f"source {self.name!r} is of kind {self.kind} and reads no paths: remove them")
+        if self.kind == "tokens" and not self.documents:
+            raise UserError(f"source {self.name!r} of kind tokens has no documents: give lists of token ids")
+        if self.document_separator == "":
+            raise UserError(f"source {self.name!r}: document_separator must not be empty")
+
+    @property
+    def is_token_file(self) -> bool:
+        """Whether the source is made of raw token files, which no tokenizer of ours wrote."""
+        return self.kind == "files" and all(path.endswith(".bin") for path in self.paths)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the prepared tokens depend on, as plain values."""
+        return asdict(self)
+
+    def files(self) -> list[Path]:
+        """Expand the paths, in a fixed order.
+
+        Raises:
+            UserError: If a path matches nothing or names a file of an unknown kind.
+        """
+        return [file for path in self.paths for file in _expand(self.name, path)]
+
+    def fingerprint(self) -> list[Any]:
+        """Return what changes with the input: path, size and time of files, or the installed Python."""
+        if self.kind == "python":
+            return python_fingerprint()
+        stats = [(file, file.stat()) for file in self.files()]
+        return [[str(file.resolve()), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+
+    def read(self, problems: "Problems") -> Iterator[Document]:
+        """Yield the documents of a text source, reading one file at a time."""
+        if self.kind == "python":
+            yield from python_documents(self.part)
+            return
+        for file in self.files():
+            yield from _READERS[file.suffix](file, self, problems)
+
+
+class Problems:
+    """Input that could not be read: an error, or counted and passed over.
+
+    Args:
+        policy: `raise` stops at the first; `skip` counts them and keeps the messages.
+    """
+
+    def __init__(self, policy: Literal["raise", "skip"]) -> None:
+        self.policy = policy
+        self.messages: list[str] = []
+
+    def report(self, place: str, fault: str, remedy: str) -> None:
+        """Raise or note one problem.
+
+        Args:
+            place: The file and, where there is one, the line.
+            fault: What is wrong there.
+            remedy: What the user can do, besides `on_error: skip`.
+        """
+        message = f"{place}: {fault}"
+        if self.policy == "raise":
+            raise UserError(f"{message}; {remedy}, or set data.on_error to skip to leave it out")
+        self.messages.append(message)
+
+
+def _expand(source: str, path: str) -> list[Path]:
+    found = Path(path).expanduser()
+    if found.is_dir():
+        files = sorted(file for file in found.rglob("*") if file.is_file() and file.suffix in SUFFIXES)
+    elif found.is_file():
+        files = [found]
+    else:
+        matches = (Path(match) for match in glob(str(found), recursive=True))  # noqa: PTH207  (absolute too)
+        files = sorted(match for match in matches if match.is_file())
+    if not files:
+        raise UserError(
+            f"source {source!r}: nothing matches {path!r} (looked in {Path.cwd()}); give an existing file, "
+            f"a folder "
+            f"or a glob of {', '.join(SUFFIXES)}"
+        )
+    for file in files:
+        if file.suffix not in SUFFIXES:
+            raise UserError(
+                f"source {source!r}: {file} has no known kind; rename it to one of {', '.join(SUFFIXES)}"
+            )
+    return files
+
+
+def _decode(file: Path, raw: bytes, line: int, problems: Problems) -> str | None:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line += raw[: error.start].count(b"\n")
+        problems.report(
+            f"{file}:{line}",
+            f"not UTF-8 (byte 0x{raw[error.start]:02x})",
+            "convert the file, for example with iconv",
+        )
+        return None
+
+
+def _report_empty(file: Path, problems: Problems) -> None:
+    problems.report(str(file), "empty file", "remove it")
+
+
+def _read_text(file: Path, source: TextSource, problems: Problems) -> Iterator[Document]:
+    raw = file.read_bytes()
+    if not raw.strip():
+        _report_empty(file, problems)
+        return
+    text = _decode(file, raw, 1, problems)
+    if text is None:
+        return
+    text = text.removeprefix("\ufeff")
+    line = 1
+    separator = source.document_separator
+    for piece in text.split(separator) if separator else [text]:
+        if piece.strip():
+            yield Document(text=piece, origin=str(file), line=line)
+        line += piece.count("\n") + (separator.count("\n") if separator else 0)
+
+
+def _read_jsonl(file: Path, source: TextSource, problems: Problems) -> Iterator[Document]:
+    del source
+    count = 0
+    with file.open("rb") as lines:
+        for number, raw in enumerate(lines, start=1):
+            if not raw.strip():
+                continue
+            count += 1
+            line = _decode(file, raw, number, problems)
+            if line is None:
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                problems.report(f"{file}:{number}", f"broken JSON ({error.msg})", "mend the line")
+                continue
+            text = _record_text(record, f"{file}:{number}", problems)
+            if text is not None:
+                yield Document(text=text, origin=str(file), line=number)
+    if not count:
+        _report_empty(file, problems)
+
+
+def _read_parquet(file: Path, source: TextSource, problems: Problems) -> Iterator[Document]:
+    try:
+        import pyarrow.parquet as parquet  # pyright: ignore[reportMissingTypeStubs]
+    except ImportError as error:
+        raise UserError(
+            f"{file}: reading .parquet needs pyarrow; pip install 'andrea-pl[parquet]'"
+        ) from error
+    del source
+    if not file.stat().st_size:
+        _report_empty(file, problems)
+        return
+    row = 0
+    table = cast(Any, parquet).ParquetFile(file)
+    for batch in table.iter_batches(batch_size=1024):
+        for record in batch.to_pylist():
+            row += 1
+            text = _record_text(record, f"{file}:{row}", problems)
+            if text is not None:
+                yield Document(text=text, origin=str(file), line=row)
+    if not row:
+        _report_empty(file, problems)
+
+
+def _record_text(record: Any, place: str, problems: Problems) -> str | None:
+    """Return the text of one record, whichever of the three shapes it has."""
+    remedy = "give 'text', or 'question' and 'answer', or 'messages' with 'role' and 'content', all strings"
+    if not isinstance(record, dict):
+        problems.report(place, f"a {type(record).__name__} where an object is expected", remedy)
+        return None
+    fields = cast(dict[str, Any], record)
+    messages = fields.get("messages")
+    if fields.get("text") is not None:
+        parts = [fields["text"]]
+    elif fields.get("question") is not None and fields.get("answer") is not None:
+        parts = ["Question: ", fields["question"], "\nAnswer: ", fields["answer"], "\n"]
+    elif isinstance(messages, list) and messages:
+        parts: list[Any] = []
+        for message in cast(list[Any], messages):
+            turn = cast(dict[str, Any], message) if isinstance(message, dict) else {}
+            parts += [turn.get("role"), ": ", turn.get("content"), "\n"]
+    else:
+        problems.report(place, f"missing key (found: {', '.join(map(str, fields)) or 'none'})", remedy)
+        return None
+    if not all(isinstance(part, str) for part in parts):
+        problems.report(place, "a value that should be a string is not", remedy)
+        return None
+    text = "".join(parts)
+    if not text.strip():
+        problems.report(place, "empty text", "remove the record")
+        return None
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        problems.report(place, "half a surrogate pair, which no UTF-8 can hold", "mend the escape")
+        return None
+    return text
+
+
+_READERS: dict[str, Callable[[Path, TextSource, Problems], Iterator[Document]]] = {
+    **dict.fromkeys(TEXT_SUFFIXES, _read_text),
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+}

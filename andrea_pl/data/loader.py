@@ -1,0 +1,176 @@
+"""The loader that builds windows itself: sized, lazy, resumable at any window, sharded over the ranks."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset
+
+from andrea_pl.data.dataset import FILLER, DynamicPaddingCollator, Item, MicroBatch
+from andrea_pl.data.windows import EpochCursor, Window, WindowSampler, cut_micro_batches, shard_window
+from andrea_pl.errors import UserError
+
+
+class WindowReader(Dataset[Window]):
+    """Reads, cuts and collates the window that a pair (epoch, index) names, for one rank.
+
+    Args:
+        dataset: The sequences.
+        lengths: (number of sequences,) tokens in each.
+        sampler: Which sequences make which window.
+        collator: Makes a micro-batch of items.
+        micro_batch_tokens: Most padded tokens in a micro-batch.
+        micro_batch_sequences: Most sequences in a micro-batch, None for no limit.
+        rank: Number of this process.
+        world_size: Number of processes.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Item],
+        lengths: NDArray[np.int64],
+        sampler: WindowSampler,
+        collator: DynamicPaddingCollator,
+        micro_batch_tokens: int,
+        micro_batch_sequences: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.dataset = dataset
+        self.lengths = lengths
+        self.sampler = sampler
+        self.collator = collator
+        self.micro_batch_tokens = micro_batch_tokens
+        self.micro_batch_sequences = micro_batch_sequences
+        self.rank = rank
+        self.world_size = world_size
+
+    def __getitem__(self, key: tuple[int, int]) -> Window:
+        """Return the window, cut for this rank."""
+        chosen = self.sampler.window(*key)
+        shares = shard_window(
+            self.lengths[chosen], self.micro_batch_tokens, self.micro_batch_sequences, self.world_size
+        )
+        return Window(self._collate([int(chosen[place]) for place in part]) for part in shares[self.rank])
+
+    def _collate(self, numbers: Sequence[int]) -> MicroBatch:
+        return self.collator([self.dataset[number] for number in numbers] or [FILLER])
+
+
+class TextWindowLoader:
+    """Yields the windows of a `WindowReader`, epoch after epoch.
+
+    Args:
+        reader: Makes the windows.
+        num_workers: Processes that read ahead; 0 reads in this one.
+        pin_memory: Whether micro-batches are put in pinned memory.
+        epoch: The epoch that iteration starts with.
+        limit: Windows taken from an epoch, where the trainer takes fewer than there are.
+    """
+
+    def __init__(
+        self,
+        reader: WindowReader,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        epoch: int = 0,
+        limit: int | None = None,
+    ) -> None:
+        self.reader = reader
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        self.limit = limit
+        self._cursor = EpochCursor(epoch)
+
+    def __len__(self) -> int:
+        """Return the number of windows in an epoch."""
+        return self.reader.sampler.windows_per_epoch
+
+    def __iter__(self) -> Iterator[Window]:
+        """Yield windows from where the state stands; nothing happens before the first is asked for."""
+        self._cursor.begin(len(self) if self.limit is None else min(self.limit, len(self)))
+        epoch = self._cursor.epoch
+        keys = [(epoch, index) for index in range(self._cursor.delivered, len(self))]
+        for window in build_loader(self.reader, keys, self.num_workers, self.pin_memory):
+            self._cursor.delivered += 1
+            yield window
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return epoch, windows delivered and what the order depends on."""
+        return {**self._cursor.state_dict(), "windows_per_epoch": len(self)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where a state was taken.
+
+        Raises:
+            UserError: If an epoch had another number of windows then: the text or the windows were changed.
+        """
+        if state["windows_per_epoch"] != len(self):
+            raise UserError(
+                f"the checkpoint's epoch has {state['windows_per_epoch']} windows, this run's has "
+                f"{len(self)}: text, "
+                "block_size or sequences_per_update changed; put them back, or start from the weights alone "
+                "with "
+                "--init_from"
+            )
+        self._cursor.load_state_dict(state)
+
+
+class MicroBatchLoader:
+    """Yields every sequence once, longest first, in micro-batches of its own; for evaluation.
+
+    On several ranks the micro-batches are dealt out without repeats; a rank that is short of one gets one
+    without a label, so that all take equally many steps.
+
+    Args:
+        reader: Gives dataset, lengths, collator and sizes; its sampler is not used.
+        num_workers: Processes that read ahead.
+        pin_memory: Whether micro-batches are put in pinned memory.
+    """
+
+    def __init__(self, reader: WindowReader, num_workers: int = 0, pin_memory: bool = False) -> None:
+        self.reader = reader
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        cut = cut_micro_batches(reader.lengths, reader.micro_batch_tokens, reader.micro_batch_sequences)
+        self._share: list[list[int]] = cut[reader.rank :: reader.world_size]
+        self._share += [[]] * (-(-len(cut) // reader.world_size) - len(self._share))
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches of this rank."""
+        return len(self._share)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Yield the micro-batches."""
+        reader = _ShareReader(self.reader, self._share)
+        return iter(build_loader(reader, list(range(len(self))), self.num_workers, self.pin_memory))
+
+
+class _ShareReader(Dataset[MicroBatch]):
+    def __init__(self, reader: WindowReader, share: list[list[int]]) -> None:
+        self.reader = reader
+        self.share = share
+
+    def __getitem__(self, index: int) -> MicroBatch:
+        return self.reader.collator([self.reader.dataset[number] for number in self.share[index]] or [FILLER])
+
+
+def build_loader(
+    dataset: Dataset[Any], keys: list[Any], num_workers: int, pin_memory: bool
+) -> DataLoader[Any]:
+    """Return a loader that reads `keys` in order, leaving the global random generator alone."""
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=cast(Any, keys),
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        collate_fn=_as_it_is,
+        generator=torch.Generator(),
+    )
+
+
+def _as_it_is(item: Any) -> Any:
+    return item

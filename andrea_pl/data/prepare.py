@@ -1,0 +1,311 @@
+"""From sources to token stores: learn the tokenizer, deal documents to splits, encode, notice changes."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_info
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from andrea_pl.data.documents import Problems, TextSource
+from andrea_pl.data.records import Document
+from andrea_pl.data.store import (
+    FORMAT_VERSION,
+    StoreWriter,
+    TokenStore,
+    disk_error,
+    fingerprint,
+    read_manifest,
+    sync_and_close,
+    writing_store,
+)
+from andrea_pl.data.tokenizer import TextTokenizer
+from andrea_pl.errors import UserError
+
+CHUNK_CHARACTERS = 1 << 21
+PIECE_TOKENS = 8192
+"""Tokens of a piece of a token file whose documents have no known end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """What is to be prepared, and where.
+
+    Args:
+        sources: The text.
+        vocab_size: Merges + 256 bytes + 1 special, for a tokenizer that is learnt here.
+        tokenizer: A `tokenizer.json` to use instead.
+        val_fraction: Share of documents held out for validation, decided by a hash of each document's
+            content.
+        test_fraction: Share of documents held out for the test.
+        on_error: `raise` stops at input that cannot be read; `skip` counts it and says so.
+        cache_dir: Folder under which stores are kept.
+    """
+
+    sources: Sequence[TextSource]
+    vocab_size: int
+    tokenizer: str | None
+    val_fraction: float
+    test_fraction: float
+    on_error: Literal["raise", "skip"]
+    cache_dir: Path
+
+    @property
+    def stored(self) -> list[TextSource]:
+        """The sources that need a store."""
+        return [source for source in self.sources if source.kind != "tokens"]
+
+    @property
+    def text(self) -> list[TextSource]:
+        """The sources that need a tokenizer."""
+        return [source for source in self.stored if not source.is_token_file]
+
+    @property
+    def folder(self) -> Path:
+        """The folder that these settings own; other settings never touch it."""
+        settings = [source.settings() for source in self.sources]
+        values = [self.vocab_size, self.tokenizer, self.val_fraction, self.test_fraction, self.on_error]
+        return self.cache_dir / fingerprint([FORMAT_VERSION, settings, values])
+
+    def split_of(self, source: TextSource, digest: bytes) -> str:
+        """Deal a document to a split, by its content alone."""
+        if source.split != "hash":
+            return source.split
+        place = int.from_bytes(digest[:8], "big") / 2**64
+        if place < self.val_fraction:
+            return "val"
+        return "test" if place < self.val_fraction + self.test_fraction else "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Opened stores, and the tokenizer that wrote them where there is one."""
+
+    tokenizer: TextTokenizer | None
+    stores: dict[str, TokenStore]
+
+
+def prepare(preparation: Preparation) -> None:
+    """Write what is missing or out of date; say what was done and what was found.
+
+    Raises:
+        UserError: If input cannot be read, nothing is there, or the disk is full.
+    """
+    _refuse_mixture(preparation)
+    folder = preparation.folder
+    tokenizer = _prepare_tokenizer(preparation) if preparation.text else None
+    seen: Counter[bytes] = Counter()
+    for source in preparation.stored:
+        if source.is_token_file and preparation.tokenizer:
+            tokenizer = tokenizer or TextTokenizer.load(preparation.tokenizer)
+        stale = _why_stale(folder / source.name, source, tokenizer)
+        if stale:
+            rank_zero_info(f"preparing source {source.name!r}: {stale}")
+            _write(preparation, source, tokenizer, seen)
+
+
+def open_prepared(preparation: Preparation) -> Prepared:
+    """Open what `prepare` wrote.
+
+    Raises:
+        UserError: If a store is missing.
+    """
+    tokenizer = None
+    if preparation.tokenizer:
+        tokenizer = TextTokenizer.load(preparation.tokenizer)
+    elif preparation.text:
+        tokenizer = TextTokenizer.load(preparation.folder / "tokenizer.json")
+    stores = {source.name: TokenStore(preparation.folder / source.name) for source in preparation.stored}
+    return Prepared(tokenizer=tokenizer, stores=stores)
+
+
+def _refuse_mixture(preparation: Preparation) -> None:
+    names = [source.name for source in preparation.sources]
+    if len(set(names)) < len(names):
+        raise UserError(f"two sources have the same name: {', '.join(names)}; rename one")
+    if not preparation.sources:
+        raise UserError("there are no sources: set data.sources")
+    if preparation.text and len(preparation.text) < len(preparation.sources) and not preparation.tokenizer:
+        raise UserError(
+            "token files and text are mixed, and the tokenizer that would be learnt from the text did not "
+            "write the "
+            "token files; set data.tokenizer to the tokenizer.json that did"
+        )
+
+
+def _prepare_tokenizer(preparation: Preparation) -> TextTokenizer:
+    if preparation.tokenizer:
+        return TextTokenizer.load(preparation.tokenizer)
+    path = preparation.folder / "tokenizer.json"
+    mark = preparation.folder / "tokenizer.inputs"
+    inputs = fingerprint([source.fingerprint() for source in preparation.text])
+    if path.exists() and mark.exists() and mark.read_text() == inputs:
+        return TextTokenizer.load(path)
+    rank_zero_info(f"learning a tokenizer of {preparation.vocab_size} ids")
+    tokenizer = TextTokenizer.train(_training_texts(preparation), preparation.vocab_size)
+    try:
+        preparation.folder.mkdir(parents=True, exist_ok=True)
+        _replace(path, tokenizer.definition)
+        _replace(mark, inputs)
+    except OSError as error:
+        raise disk_error(path, error) from error
+    return tokenizer
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file under a temporary name and rename it, so that its name never holds half a file."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(text.encode())
+        sync_and_close(file)
+    temporary.replace(path)
+
+
+def _training_texts(preparation: Preparation) -> Iterator[str]:
+    problems = Problems(preparation.on_error)
+    for source in preparation.text:
+        for document in source.read(problems):
+            if preparation.split_of(source, _digest(document.text.encode())) == "train":
+                yield document.text
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _tokenizer_mark(source: TextSource, tokenizer: TextTokenizer | None) -> str | None:
+    return None if source.is_token_file or tokenizer is None else tokenizer.fingerprint
+
+
+def _why_stale(folder: Path, source: TextSource, tokenizer: TextTokenizer | None) -> str | None:
+    """Return why a store must be written, None where it need not."""
+    try:
+        manifest = read_manifest(folder)
+    except UserError:
+        return "not prepared yet"
+    if manifest["inputs"] != source.fingerprint():
+        return "its input changed"
+    if manifest["tokenizer"] != _tokenizer_mark(source, tokenizer):
+        return "the tokenizer changed"
+    return None
+
+
+def _write(
+    preparation: Preparation, source: TextSource, tokenizer: TextTokenizer | None, seen: Counter[bytes]
+) -> None:
+    problems = Problems(preparation.on_error)
+    inputs = source.fingerprint()
+    vocab_size = tokenizer.vocab_size if tokenizer else preparation.vocab_size
+    splits: Counter[str] = Counter()
+    repeated = 0
+    with writing_store(preparation.folder / source.name, vocab_size) as writer:
+        pieces = (
+            _token_pieces(source, preparation.vocab_size, problems)
+            if source.is_token_file
+            else _encoded(source, cast(TextTokenizer, tokenizer), problems)
+        )
+        for tokens, content, document in tqdm(
+            pieces, desc=source.name, unit=" documents", disable=None, leave=False
+        ):
+            digest = _digest(content)
+            repeated += digest in seen
+            seen[digest] += 1
+            split = preparation.split_of(source, digest)
+            splits[split] += 1
+            writer.add(tokens, size=len(content), split=split, origin=document.origin, line=document.line)
+        _finish(writer, source, tokenizer, inputs, problems, splits, repeated)
+
+
+def _finish(
+    writer: StoreWriter,
+    source: TextSource,
+    tokenizer: TextTokenizer | None,
+    inputs: list[Any],
+    problems: Problems,
+    splits: Counter[str],
+    repeated: int,
+) -> None:
+    if not writer.documents:
+        raise UserError(
+            f"source {source.name!r} has no document that could be read; {len(problems.messages)} were left "
+            f"out"
+        )
+    writer.close(
+        {
+            "source": source.settings(),
+            "inputs": inputs,
+            "tokenizer": _tokenizer_mark(source, tokenizer),
+            "splits": dict(splits),
+            "repeated": repeated,
+            "left_out": problems.messages,
+        }
+    )
+    shares = ", ".join(f"{count} {split}" for split, count in sorted(splits.items()))
+    rank_zero_info(f"source {source.name!r}: {writer.documents} documents ({shares}), {writer.tokens} tokens")
+    if repeated:
+        rank_zero_info(f"source {source.name!r}: {repeated} documents repeat an earlier one and were kept")
+    if problems.messages:
+        first = "; ".join(problems.messages[:3])
+        rank_zero_info(
+            f"source {source.name!r}: left out {len(problems.messages)} that could not be read: {first}"
+        )
+
+
+Piece = tuple[Sequence[int] | NDArray[Any], bytes, Document]
+
+
+def _encoded(source: TextSource, tokenizer: TextTokenizer, problems: Problems) -> Iterator[Piece]:
+    for chunk in _chunks(source.read(problems)):
+        for document, tokens in zip(
+            chunk, tokenizer.encode_documents([each.text for each in chunk]), strict=True
+        ):
+            yield tokens, document.text.encode(), document
+
+
+def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Gather documents until there is work enough for all cores."""
+    chunk: list[Document] = []
+    characters = 0
+    for document in documents:
+        chunk.append(document)
+        characters += len(document.text)
+        if characters >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
+
+
+def _token_pieces(source: TextSource, vocab_size: int, problems: Problems) -> Iterator[Piece]:
+    """Cut nanoGPT's raw uint16 files into documents."""
+    for file in source.files():
+        size = file.stat().st_size
+        if not size or size % 2:
+            problems.report(
+                str(file), f"{size} bytes are no list of uint16 tokens", "write it again as raw uint16"
+            )
+            continue
+        tokens = np.memmap(file, dtype="<u2", mode="r")
+        highest = int(tokens.max())
+        if highest >= vocab_size:
+            raise UserError(
+                f"{file}: token id {highest} does not fit vocab_size={vocab_size}; raise data.vocab_size"
+            )
+        for start, end in _piece_bounds(tokens, source.end_of_document):
+            piece = np.array(tokens[start:end])
+            yield piece, piece.tobytes(), Document(text="", origin=str(file), line=start)
+
+
+def _piece_bounds(tokens: NDArray[Any], end_of_document: int | None) -> Iterator[tuple[int, int]]:
+    if end_of_document is None:
+        bounds = [*range(0, len(tokens), PIECE_TOKENS), len(tokens)]
+    else:
+        ends = (np.flatnonzero(tokens == end_of_document) + 1).tolist()
+        bounds = [0, *ends] if ends and ends[-1] == len(tokens) else [0, *ends, len(tokens)]
+    yield from pairwise(bounds)

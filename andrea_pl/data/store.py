@@ -1,0 +1,205 @@
+"""Token stores: the tokens of one source on disk, memory-mapped, and what they were made from.
+
+<store>/manifest.json   what the tokens depend on and how many there are
+        tokens.bin      all tokens, uint16 or uint32, document after document
+        documents.npy   one record a document: where it starts, its length, bytes, split and origin
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from andrea_pl.errors import UserError
+
+FORMAT_VERSION = 1
+SPLITS = ("train", "val", "test")
+
+RECORD = np.dtype(
+    [
+        ("start", "<i8"),
+        ("tokens", "<i8"),
+        ("bytes", "<i8"),
+        ("split", "u1"),
+        ("origin", "<i4"),
+        ("line", "<i4"),
+    ]
+)
+
+
+class TokenStore:
+    """A prepared source, opened for reading.
+
+    Args:
+        folder: A folder that `StoreWriter` wrote.
+
+    Raises:
+        UserError: If the folder holds no complete store.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.manifest = read_manifest(self.folder)
+        self.records: NDArray[Any] = np.load(self.folder / "documents.npy", allow_pickle=False)
+        dtype = np.dtype(self.manifest["dtype"])
+        file = self.folder / "tokens.bin"
+        expected = self.manifest["tokens"] * dtype.itemsize
+        if file.stat().st_size != expected:
+            raise UserError(
+                f"{file} has {file.stat().st_size} bytes where its manifest says {expected}; delete "
+                f"{self.folder}"
+            )
+        self.tokens: NDArray[Any] = np.memmap(file, dtype=dtype, mode="r") if expected else np.empty(0, dtype)
+
+    def split(self, name: str) -> "StoreSplit":
+        """Return the documents of one split: `train`, `val` or `test`."""
+        return StoreSplit(self, np.flatnonzero(self.records["split"] == SPLITS.index(name)))
+
+    def describe(self, document: int) -> str:
+        """Return where a document came from, as `file:line`."""
+        record = self.records[document]
+        return f"{self.manifest['origins'][record['origin']]}:{record['line']}"
+
+
+class StoreSplit(Sequence[NDArray[Any]]):
+    """The documents of one split, read from the map when asked for.
+
+    Args:
+        store: The store.
+        documents: Numbers of the documents in the store.
+    """
+
+    def __init__(self, store: TokenStore, documents: NDArray[np.int64]) -> None:
+        self.store = store
+        self.documents = documents
+        self.lengths: NDArray[np.int64] = store.records["tokens"][documents]
+        """Tokens in each document, the end-of-document token included."""
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the tokens of one document, as a view of the map."""
+        record = self.store.records[self.documents[index]]
+        start = int(record["start"])
+        return self.store.tokens[start : start + int(record["tokens"])]
+
+
+class StoreWriter:
+    """Collects documents into a store under a temporary name, until `writing_store` renames it.
+
+    Args:
+        folder: The temporary folder.
+        vocab_size: Number of ids, which decides between two and four bytes a token.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self.folder = folder
+        self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+        self.documents = 0
+        self.tokens = 0
+        self._file: BinaryIO = (folder / "tokens.bin").open("wb")
+        self._records: list[tuple[int, int, int, int, int, int]] = []
+        self._origins: dict[str, int] = {}
+
+    def add(
+        self, tokens: Sequence[int] | NDArray[Any], *, size: int, split: str, origin: str, line: int
+    ) -> None:
+        """Append one document of `size` bytes."""
+        self._file.write(np.asarray(tokens, dtype=self.dtype).tobytes())
+        place = self._origins.setdefault(origin, len(self._origins))
+        self._records.append((self.tokens, len(tokens), size, SPLITS.index(split), place, line))
+        self.tokens += len(tokens)
+        self.documents += 1
+
+    def close(self, manifest: dict[str, Any]) -> None:
+        """Write the table of documents and the manifest, and bring all to the disk."""
+        sync_and_close(self._file)
+        with (self.folder / "documents.npy").open("wb") as table:
+            np.save(table, np.array(self._records, dtype=RECORD))
+            sync_and_close(table)
+        counts = {
+            "format": FORMAT_VERSION,
+            "dtype": self.dtype.str,
+            "tokens": self.tokens,
+            "documents": self.documents,
+        }
+        with (self.folder / "manifest.json").open("wb") as text:
+            text.write(json.dumps({**manifest, **counts, "origins": list(self._origins)}, indent=1).encode())
+            sync_and_close(text)
+
+    def abandon(self) -> None:
+        """Close the open file without finishing the store; what is still in its buffer no longer matters."""
+        try:
+            self._file.close()
+        except OSError:
+            return
+
+
+def sync_and_close(file: BinaryIO) -> None:
+    """Bring a written file to the disk before its name can be trusted."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+@contextmanager
+def writing_store(folder: Path, vocab_size: int) -> Generator[StoreWriter]:
+    """Write a store so that its name holds a complete one or none.
+
+    Raises:
+        UserError: If the disk is full or the folder cannot be written; what was there before stays.
+    """
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    writer = None
+    try:
+        temporary.mkdir(parents=True)
+        writer = StoreWriter(temporary, vocab_size)
+        yield writer
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    except OSError as error:
+        raise disk_error(folder, error) from error
+    finally:
+        if writer is not None:
+            writer.abandon()
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def disk_error(path: Path, error: OSError) -> UserError:
+    """Say which path could not be written and what to do."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(f"{path}: the disk is full; free some space or point data.cache_dir at another disk")
+    return UserError(
+        f"{error.filename or path}: {error.strerror or error}; check the path and its permissions"
+    )
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return a store's manifest.
+
+    Raises:
+        UserError: If there is none, or it is of another format.
+    """
+    try:
+        manifest = cast(dict[str, Any], json.loads((folder / "manifest.json").read_text(encoding="utf-8")))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"{folder} holds no complete token store; run andrea prepare") from error
+    if manifest.get("format") != FORMAT_VERSION:
+        raise UserError(
+            f"{folder} is of format {manifest.get('format')}, this version reads {FORMAT_VERSION}; delete it"
+        )
+    return manifest
+
+
+def fingerprint(value: Any) -> str:
+    """Return a short hash of plain values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

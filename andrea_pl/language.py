@@ -1,0 +1,351 @@
+"""The language model as a Lightning module: network, loss, optimizer, schedule, evaluation, generation."""
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from typing_extensions import override
+
+from andrea_callbacks.scalars import scalar_buffer
+from andrea_pl.checkpoint import KEY, ModelBlock, read_block, read_checkpoint
+from andrea_pl.data.dataset import IGNORED
+from andrea_pl.data.tokenizer import TextTokenizer
+from andrea_pl.errors import UserError
+from andrea_pl.metrics import TokenMean
+from andrea_pl.network import RoPELanguageModel, Sampling, TransformerConfig, generate
+from andrea_pl.network.layout import is_right_padded, select_rows
+from andrea_pl.optim import build_optimizer, warmup_cosine
+from andrea_pl.optim.schedules import check_schedule
+from andrea_pl.update import TokenWeightedModule
+
+OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
+SchedulerCallable = Callable[[Optimizer], LRScheduler]
+
+EVALUATION_STAGES = ("val", "test")
+
+
+class LanguageModule(TokenWeightedModule):
+    """Trains `RoPELanguageModel` by exact, token-weighted updates.
+
+    Args:
+        network: Shape of the network.
+        optimizer: A class of optimizer with its options, given all parameters; AdamW by `lr`, `weight_decay`
+            and `betas` when left out.
+        schedule: `cosine` for linear warm-up and a cosine over the whole run, `constant` for none, or a class
+            of scheduler with its options, stepped once an update.
+        lr: Base learning rate of AdamW.
+        weight_decay: Decoupled weight decay of matrices; vectors do not decay.
+        betas: Decay of AdamW's first and second moment.
+        warmup_updates: Updates of the warm-up.
+        lr_floor: Factor of the base rate at the end of the cosine.
+        label_smoothing: Share of the label's probability that is spread over the vocabulary in training.
+        max_norm: Global L2 norm that the averaged gradient of an update is clipped to; null (None) only
+            measures it.
+        on_nonfinite: What a NaN or Inf in loss or gradient does: `raise` stops, `skip` passes over the
+            update.
+        max_consecutive_skips: More skipped updates in a row than this raise.
+        min_loss_scale: With a GradScaler, an overflow at this scale or below raises.
+
+    Raises:
+        UserError: If a value is out of range.
+    """
+
+    def __init__(
+        self,
+        network: TransformerConfig,
+        optimizer: OptimizerCallable | None = None,
+        schedule: Literal["cosine", "constant"] | SchedulerCallable = "cosine",
+        lr: float = 3e-4,
+        weight_decay: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.999),
+        warmup_updates: int = 0,
+        lr_floor: float = 0.0,
+        label_smoothing: float = 0.0,
+        max_norm: float | None = 1.0,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
+        max_consecutive_skips: int = 10,
+        min_loss_scale: float = 1e-4,
+    ) -> None:
+        super().__init__(max_norm, on_nonfinite, max_consecutive_skips, min_loss_scale)
+        if not 0.0 <= label_smoothing < 1.0:
+            raise UserError(f"model.label_smoothing must lie in [0, 1), got {label_smoothing}")
+        self.network = RoPELanguageModel(network)
+        self.tokenizer: TextTokenizer | None = None
+        """The tokenizer of the data or of the checkpoint, None where it is not known."""
+        self.evaluation = TokenMean()
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._lr = lr
+        self._weight_decay = weight_decay
+        self._betas = betas
+        self._warmup_updates = warmup_updates
+        self._lr_floor = lr_floor
+        self._label_smoothing = label_smoothing
+        self._total_updates: int | None = None
+        self._bytes_per_token: Tensor | None = None
+
+    @override
+    def forward(self, input_ids: Tensor, valid_mask: Tensor | None = None) -> Tensor:
+        """Return logits (B, S, V); see `RoPELanguageModel.forward`."""
+        return self.network(input_ids, valid_mask)
+
+    @override
+    def count_tokens(self, micro_batch: dict[str, Any]) -> int | Tensor:
+        """Return the labels that count, as the collator counted them on the host where it did."""
+        counted = micro_batch.get("num_tokens")
+        return (micro_batch["labels"] != IGNORED).sum() if counted is None else counted
+
+    @override
+    def loss_sum(self, micro_batch: dict[str, Any]) -> Tensor:
+        """Return the cross entropy summed over the labels that count, in nats."""
+        logits, labels, _ = self._predict_labels(micro_batch)
+        return F.cross_entropy(
+            logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=self._label_smoothing
+        )
+
+    def sequence_losses(self, micro_batch: dict[str, Any]) -> Tensor:
+        """Return the summed cross entropy of each sequence, (B,) in nats, without label smoothing."""
+        logits, labels, rows = self._predict_labels(micro_batch)
+        losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+        return losses.new_zeros(len(micro_batch["labels"])).index_add(0, rows, losses)
+
+    def _predict_labels(self, micro_batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits (N, V), labels (N,) and the row of each, for the places with a label."""
+        input_ids, labels = micro_batch["input_ids"], micro_batch["labels"]
+        index = self._token_index(micro_batch)
+        hidden = self.network.hidden_states(input_ids, micro_batch.get("valid_mask"), index)
+        flat = labels.flatten()
+        if index is not None:
+            flat = flat[index]
+        places = torch.arange(labels.numel(), device=labels.device) if index is None else index
+        if self._has_unlabelled_places(micro_batch, flat):
+            chosen = (flat != IGNORED).nonzero().squeeze(1)
+            hidden, flat, places = select_rows(hidden, chosen), flat[chosen], places[chosen]
+        return self.network.logits(hidden), flat, places // labels.shape[1]
+
+    def _token_index(self, micro_batch: dict[str, Any]) -> Tensor | None:
+        """Return where the valid tokens lie, if nothing has to wait for an accelerator to know."""
+        index = micro_batch.get("token_index")
+        mask = micro_batch.get("valid_mask")
+        if index is not None or mask is None or mask.device.type != "cpu" or not is_right_padded(mask):
+            return index
+        return mask.flatten().nonzero().squeeze(1)
+
+    @staticmethod
+    def _has_unlabelled_places(micro_batch: dict[str, Any], labels: Tensor) -> bool:
+        counted = micro_batch.get("num_tokens")
+        if counted is None:
+            return labels.device.type == "cpu"
+        return bool(counted) and counted < len(labels)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer and, unless the rate is constant, its scheduler."""
+        if self._optimizer is None:
+            optimizer: Optimizer = build_optimizer(self.network, self._lr, self._weight_decay, self._betas)
+        else:
+            optimizer = self._optimizer([each for each in self.parameters() if each.requires_grad])
+        if self._schedule == "constant":
+            return optimizer
+        if self._schedule == "cosine":
+            scheduler: LRScheduler = LambdaLR(optimizer, self._lr_factor)
+        else:
+            scheduler = cast(SchedulerCallable, self._schedule)(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _lr_factor(self, index: int) -> float:
+        """Return the factor for an update; the run's length matters, and is known, from the second on."""
+        total = self._total_updates or max(index, self._warmup_updates) + 1
+        return warmup_cosine(index, total, self._warmup_updates, self._lr_floor)
+
+    @override
+    def on_train_start(self) -> None:
+        """Learn how long the run is, now that loops and loaders are restored."""
+        super().on_train_start()
+        if self._schedule == "cosine":
+            self._total_updates = self._count_updates()
+            check_schedule(self._total_updates, self._warmup_updates, self._lr_floor)
+
+    def _count_updates(self) -> int:
+        """Return the updates of the run: windows an epoch times epochs, no more than `max_steps`."""
+        limits: list[int] = []
+        if self.trainer.max_steps > 0:
+            limits.append(self.trainer.max_steps)
+        windows, epochs = self.trainer.num_training_batches, self.trainer.max_epochs
+        if epochs is not None and epochs > 0 and math.isfinite(windows):
+            limits.append(int(windows) * epochs)
+        if not limits:
+            raise UserError(
+                "the length of the cosine schedule is not known: set trainer.max_steps, or "
+                "trainer.max_epochs with a loader "
+                "that has a length, or model.schedule=constant"
+            )
+        return min(limits)
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Take the tokenizer from the data; stop where the weights were trained with another."""
+        super().setup(stage)
+        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+        if isinstance(tokenizer, TextTokenizer):
+            self._adopt_tokenizer(tokenizer)
+
+    def _adopt_tokenizer(self, tokenizer: TextTokenizer) -> None:
+        if self.tokenizer is not None and self.tokenizer.fingerprint != tokenizer.fingerprint:
+            raise UserError(
+                f"the data's tokenizer ({tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} ids) is not "
+                f"the one that the "
+                f"weights were trained with ({self.tokenizer.fingerprint[:12]}, {self.tokenizer.vocab_size} "
+                f"ids); set "
+                "data.tokenizer to the tokenizer.json of that run"
+            )
+        self.tokenizer = tokenizer
+        table = tokenizer.bytes_per_token()
+        if table is not None:
+            self._bytes_per_token = torch.zeros(self.network.config.vocab_size, dtype=torch.int64)
+            self._bytes_per_token[: len(table)] = torch.from_numpy(table)
+
+    def _evaluate(self, batch: dict[str, Any]) -> None:
+        loss = self.sequence_losses(batch).double().sum()
+        bytes_of_labels = None
+        if self._bytes_per_token is not None:
+            self._bytes_per_token = self._bytes_per_token.to(loss.device)
+            labels = batch["labels"]
+            bytes_of_labels = (self._bytes_per_token[labels.clamp(min=0)] * (labels != IGNORED)).sum()
+        self.evaluation.update(loss, self.count_tokens(batch), bytes_of_labels)
+
+    def _report_evaluation(self, stage: str) -> None:
+        means = self.evaluation.compute()
+        self.evaluation.reset()
+        figures = {f"{stage}/loss": means["loss"], f"{stage}/perplexity": means["loss"].exp()}
+        if "bits_per_byte" in means:
+            figures[f"{stage}/bits_per_byte"] = means["bits_per_byte"]
+        self.log_dict({name: value.float() for name, value in figures.items()}, prog_bar=True, logger=False)
+        if not self.trainer.sanity_checking:
+            buffer = scalar_buffer(self.trainer)
+            buffer.record(self.trainer.global_step, figures)
+            buffer.flush()
+
+    @override
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Add one micro-batch to the evaluation."""
+        self._evaluate(batch)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        """Record `val/loss`, `val/perplexity` and `val/bits_per_byte` at the last update."""
+        self._report_evaluation("val")
+
+    @override
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Add one micro-batch to the evaluation."""
+        self._evaluate(batch)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        """Record `test/loss`, `test/perplexity` and `test/bits_per_byte`."""
+        self._report_evaluation("test")
+
+    @override
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[dict[str, float | int]]:
+        """Return for every sequence where it is from, its label tokens and its loss per token in nats."""
+        sums = cast("list[float]", self.sequence_losses(batch).tolist())
+        tokens = (batch["labels"] != IGNORED).sum(1).tolist()
+        rows = zip(batch["document_id"].tolist(), batch["offset"].tolist(), tokens, sums, strict=True)
+        return [
+            {"document_id": document, "offset": offset, "tokens": count, "loss": total / count}
+            for document, offset, count, total in rows
+            if count
+        ]
+
+    def generate(
+        self,
+        prompts: list[str],
+        max_new_tokens: int,
+        generator: torch.Generator | None = None,
+        sampling: Sampling | None = None,
+    ) -> list[str]:
+        """Continue texts until their document ends or `max_new_tokens` are written.
+
+        Args:
+            prompts: Texts; an empty one starts a document.
+            max_new_tokens: Most tokens added to each.
+            generator: Makes draws repeatable.
+            sampling: How tokens are chosen.
+
+        Raises:
+            UserError: If no tokenizer is known, or a prompt is too long.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise UserError(
+                "no tokenizer is known: the model was trained on token files without data.tokenizer"
+            )
+        starts = [[tokenizer.end_id, *tokenizer.encode(prompt)] for prompt in prompts]
+        rows = generate(
+            self.network,
+            starts,
+            max_new_tokens,
+            sampling,
+            end_id=tokenizer.end_id,
+            usable_ids=tokenizer.vocab_size,
+            generator=generator,
+        )
+        return [tokenizer.decode(row) for row in rows]
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the block from which `load_from_checkpoint` and `andrea generate` rebuild the model."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint[KEY] = ModelBlock(network=self.network.config, tokenizer=self.tokenizer).to_dict()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Stop where the checkpoint is of another model than this one."""
+        super().on_load_checkpoint(checkpoint)
+        self.check_block(read_block(checkpoint))
+
+    def check_block(self, block: ModelBlock) -> None:
+        """Raise `UserError`, naming both values, where a checkpoint's shape or tokenizer differs."""
+        here, there = self.network.config.to_dict(), block.network.to_dict()
+        changed = [
+            f"{key}: checkpoint {there[key]}, here {here[key]}" for key in here if here[key] != there[key]
+        ]
+        if changed:
+            raise UserError(
+                f"the checkpoint is of another network ({'; '.join(changed)}); use its values in "
+                f"model.network"
+            )
+        if block.tokenizer is not None and self.tokenizer is None:
+            self._adopt_tokenizer(block.tokenizer)
+        elif block.tokenizer is not None and self.tokenizer is not None:
+            kept, self.tokenizer = self.tokenizer, block.tokenizer
+            self._adopt_tokenizer(kept)
+
+    @classmethod
+    @override
+    def load_from_checkpoint(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls, checkpoint_path: str | Path, map_location: Any = None, **options: Any
+    ) -> "LanguageModule":
+        """Rebuild a module from a checkpoint alone.
+
+        Args:
+            checkpoint_path: A local file.
+            map_location: Device of the module; the CPU when left out.
+            options: Arguments of `LanguageModule` besides `network`, which the checkpoint gives.
+
+        Raises:
+            UserError: If the file is no checkpoint of a LanguageModule.
+        """
+        checkpoint = read_checkpoint(checkpoint_path)
+        block = read_block(checkpoint, checkpoint_path)
+        module = cls(block.network, **options)
+        module.on_load_checkpoint(checkpoint)
+        module.load_state_dict(checkpoint["state_dict"])
+        return module if map_location is None else module.to(map_location)

@@ -1,0 +1,63 @@
+"""Which parameters decay, and AdamW over them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from andrea_pl.errors import UserError
+
+FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
+"""Device types on which torch has fused AdamW kernels."""
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Split trainable parameters by number of dimensions: matrices and larger decay, vectors do not.
+
+    Args:
+        model: Its trainable parameters are taken, shared ones once.
+        weight_decay: For the group that decays.
+
+    Returns:
+        One or two groups; a group without parameters is left out.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [each for each in trainable if each.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [each for each in trainable if each.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    model: nn.Module,
+    lr: float = 3e-4,
+    weight_decay: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+) -> torch.optim.AdamW:
+    """Return AdamW (Loshchilov and Hutter, 2019) over `parameter_groups`, fused where torch has a kernel.
+
+    Args:
+        model: On its final device.
+        lr: Base learning rate.
+        weight_decay: Decoupled decay of matrices, as a factor of the learning rate.
+        betas: Decay of the first and the second moment.
+        eps: Added to the root of the second moment.
+
+    Raises:
+        UserError: If nothing is trainable or a value is out of range.
+    """
+    if lr < 0 or weight_decay < 0:
+        raise UserError(f"lr and weight_decay must be at least 0, got {lr} and {weight_decay}")
+    groups = parameter_groups(model, weight_decay)
+    if not groups:
+        raise UserError("the model has no trainable parameter: set requires_grad on those to be trained")
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=can_fuse(groups))
+
+
+def can_fuse(groups: list[Mapping[str, Any]] | list[dict[str, Any]]) -> bool:
+    """Say whether fused kernels take every parameter of these groups."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return all(each.is_floating_point() and each.device.type in FUSED_DEVICES for each in parameters)

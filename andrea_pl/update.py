@@ -1,0 +1,429 @@
+"""One Lightning batch is one update, averaged over the tokens of the whole window, clipped once.
+
+training_step(window)
+  count label tokens ──> all-reduce
+  each micro-batch: loss_sum ──> manual_backward(loss_sum * world_size / tokens)      gradients arrive
+  averaged optimizer.step()
+    ├─ callbacks' on_before_optimizer_step    read the averaged gradient before clipping
+    ├─ ours: norm ──> verdict ──> clip, or set gradients to None so that the step changes nothing
+    └─ the real step
+  scheduler.step(), only if weights changed ──> zero_grad ──> report
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, LearningRateFinder
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from typing_extensions import override
+
+from andrea_callbacks.clip_norm import PreClipNorm
+from andrea_callbacks.finite import FiniteGuard
+from andrea_callbacks.gradients import first_nonfinite, gradient_norm, optimizer_parameters
+from andrea_callbacks.protocols import ClipsGradients
+from andrea_callbacks.updates import EpochSummary, UpdateLog
+from andrea_pl.data.windows import Window, WindowLoader
+from andrea_pl.errors import UserError
+from andrea_pl.optim.clipping import clip_coefficient, scale_gradients
+
+Outcome = Literal["applied", "empty", "nonfinite_skip", "scaler_skip", "nonfinite_raise"]
+
+FALLING_SCALE_UPDATES = 5
+"""Consecutive overflows after which a falling loss scale is worth a warning."""
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient was NaN or Inf; weights, moments and schedule are as before the update."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    """What is known of the update being made."""
+
+    number: int
+    tokens: int | Tensor
+    loss_sum: Tensor
+    micro_losses: list[Tensor] = field(default_factory=list[Tensor])
+    loss: Tensor | None = None
+    norm: Tensor | None = None
+    coefficient: Tensor | None = None
+    outcome: Outcome = "applied"
+    nonfinite: str | None = None
+
+
+class TokenWeightedModule(pl.LightningModule):
+    """A module whose every update is exact, whatever network, loss and data it has.
+
+    A subclass gives `count_tokens` and `loss_sum` and configures one optimizer, with or without one scheduler
+    that counts updates. A batch that is a `Window` is an update of several micro-batches; any other batch is
+    a window of one.
+
+    Args:
+        max_norm: Global L2 norm that gradients are clipped to; None measures the norm and clips nothing.
+        on_nonfinite: What a NaN or Inf in loss or gradient does: `raise` stops, `skip` passes over the
+            update. Neither changes a weight, a moment or the schedule.
+        max_consecutive_skips: Under `skip`, or with a GradScaler, more skipped updates in a row than this
+            raise.
+        min_loss_scale: With a GradScaler, an overflow at this scale or below raises.
+
+    Raises:
+        UserError: If a value is out of range.
+
+    Attributes:
+        updates_applied: Updates that changed weights; equal to the scheduler's `last_epoch`.
+        updates_skipped: Updates attempted that changed nothing. Both together are `trainer.global_step`.
+        update_report: See `andrea_callbacks.protocols.ReportsUpdates`.
+    """
+
+    def __init__(
+        self,
+        max_norm: float | None = 1.0,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
+        max_consecutive_skips: int = 10,
+        min_loss_scale: float = 1e-4,
+    ) -> None:
+        super().__init__()
+        if max_norm is not None and not (max_norm > 0 and math.isfinite(max_norm)):
+            raise UserError(
+                f"model.max_norm must be more than 0 and finite, got {max_norm}; to record the norm without "
+                f"clipping "
+                "leave it null (None)"
+            )
+        if on_nonfinite not in ("raise", "skip"):
+            raise UserError(f"model.on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r}")
+        if max_consecutive_skips < 0:
+            raise UserError(f"model.max_consecutive_skips must be at least 0, got {max_consecutive_skips}")
+        self.automatic_optimization = False
+        self.max_norm = max_norm
+        self.on_nonfinite = on_nonfinite
+        self.max_consecutive_skips = max_consecutive_skips
+        self.min_loss_scale = min_loss_scale
+        self.updates_applied = 0
+        self.updates_skipped = 0
+        self.update_report: dict[str, Any] | None = None
+        self._consecutive_skips = 0
+        self._attempt: _Attempt | None = None
+
+    def count_tokens(self, micro_batch: Any) -> int | Tensor:
+        """Return how many labels of a micro-batch count: an int, or a 0-d tensor."""
+        raise NotImplementedError(f"{type(self).__name__} must define count_tokens(micro_batch)")
+
+    def loss_sum(self, micro_batch: Any) -> Tensor:
+        """Return the loss *summed* over the labels that count, 0-d, with its graph."""
+        raise NotImplementedError(f"{type(self).__name__} must define loss_sum(micro_batch)")
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """Make one update of one window and return its report."""
+        window = cast("list[Any]", batch) if isinstance(batch, Window) else [batch]
+        if not window:
+            raise UserError("an empty window: a loader must put at least one micro-batch into each")
+        optimizer = cast(LightningOptimizer, self.optimizers())
+        tokens = self._count_window(window)
+        loss_sum, micro_losses = self._accumulate(window, tokens)
+        self._attempt = _Attempt(
+            number=self.trainer.global_step + 1, tokens=tokens, loss_sum=loss_sum, micro_losses=micro_losses
+        )
+        lr = _current_lr(optimizer.optimizer)
+        self._prepare_scaler(optimizer.optimizer)
+        optimizer.step()
+        if self._attempt.outcome == "applied":
+            self._step_scheduler()
+        optimizer.optimizer.zero_grad(set_to_none=True)
+        return self._publish(self._attempt, lr)
+
+    @override
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Judge the averaged gradient and clip it once; every callback has read it by now."""
+        attempt = self._attempt
+        if attempt is None:
+            return
+        with torch.autocast(self.device.type, enabled=False):
+            strategy = self.trainer.strategy
+            hook = strategy if isinstance(strategy, ClipsGradients) else None
+            parameters = optimizer_parameters(optimizer)
+            attempt.norm = hook.gradient_norm(optimizer) if hook else gradient_norm(parameters)
+            self._judge(attempt, attempt.norm)
+            if attempt.outcome == "applied":
+                attempt.coefficient = torch.ones_like(attempt.norm)
+                if self.max_norm is not None and hook:
+                    attempt.coefficient = hook.clip_gradients(optimizer, self.max_norm)
+                elif self.max_norm is not None:
+                    attempt.coefficient = clip_coefficient(attempt.norm, self.max_norm)
+                    scale_gradients(parameters, attempt.coefficient)
+        self._hold_or_raise(attempt, optimizer)
+
+    @override
+    def configure_callbacks(self) -> Sequence[Callback]:
+        """Add the callbacks that write an update's figures, where the user gave none of their kind."""
+        self._refuse_trainer_options()
+        wanted: list[Callback] = [UpdateLog(), PreClipNorm(), FiniteGuard(), EpochSummary()]
+        present = cast("list[Callback]", getattr(self.trainer, "callbacks", []))
+        return [each for each in wanted if not any(isinstance(other, type(each)) for other in present)]
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Refuse a strategy that cannot work."""
+        if stage == "fit" and isinstance(self.trainer.strategy, FSDPStrategy):
+            raise UserError(
+                "FSDPStrategy (FSDP1) cannot run the backward passes of manual optimization; use "
+                "ModelParallelStrategy "
+                "(FSDP2), --trainer.strategy=model_parallel, with fully_shard on inner modules"
+            )
+
+    @override
+    def on_train_start(self) -> None:
+        """Refuse optimizers and schedulers that do not fit one update a window."""
+        if len(self.trainer.optimizers) != 1:
+            raise UserError(
+                f"{type(self).__name__} makes one step of one optimizer a window, and configure_optimizers "
+                f"gave "
+                f"{len(self.trainer.optimizers)}; put the parameters into groups of one optimizer"
+            )
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        if len(schedulers) > 1 or any(isinstance(each, ReduceLROnPlateau) for each in schedulers):
+            raise UserError(
+                f"{type(self).__name__} steps one scheduler once an update; ReduceLROnPlateau, which waits "
+                f"for a metric, "
+                "and several schedulers are not supported: use build_scheduler, LambdaLR or SequentialLR"
+            )
+        loader = self.trainer.train_dataloader
+        if isinstance(loader, WindowLoader):
+            loader.repeat = float(getattr(self.trainer, "overfit_batches", 0)) > 0
+            loader.limit = (
+                int(self.trainer.num_training_batches) if self.trainer.num_training_batches < 2**62 else None
+            )
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store the counters of updates."""
+        checkpoint["andrea_updates"] = {
+            "applied": self.updates_applied,
+            "skipped": self.updates_skipped,
+            "consecutive_skips": self._consecutive_skips,
+        }
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Continue the counters of updates."""
+        counters = checkpoint.get("andrea_updates", {})
+        self.updates_applied = counters.get("applied", 0)
+        self.updates_skipped = counters.get("skipped", 0)
+        self._consecutive_skips = counters.get("consecutive_skips", 0)
+
+    def _count_window(self, window: list[Any]) -> int | Tensor:
+        """Return the label tokens of the window over all ranks."""
+        tokens = sum(self.count_tokens(micro_batch) for micro_batch in window)
+        if self.trainer.world_size == 1:
+            return tokens
+        local = torch.as_tensor(tokens, dtype=torch.int64, device=self.device)
+        return cast(Tensor, self.trainer.strategy.reduce(local.clone(), reduce_op="sum"))
+
+    def _accumulate(self, window: list[Any], tokens: int | Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Run every micro-batch forward and backward, one graph at a time.
+
+        Returns:
+            The window's summed loss over all ranks, and the loss of each micro-batch of this rank.
+        """
+        divisor = tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1)
+        scale = self.trainer.world_size / divisor
+        losses: list[Tensor] = []
+        for number, micro_batch in enumerate(window, start=1):
+            with self._synchronizing(number == len(window)):
+                loss = self.loss_sum(micro_batch)
+                losses.append(loss.detach())
+                if loss.requires_grad:
+                    self.manual_backward(loss * scale)
+                elif self.trainer.world_size > 1:
+                    raise UserError(
+                        f"loss_sum of micro-batch {number} has no graph, and on several ranks every "
+                        f"micro-batch must take "
+                        "part in the backward pass; return a sum over no label (0 with a graph) instead of "
+                        "a constant"
+                    )
+                del loss
+        wide = torch.float32 if self.device.type == "mps" else torch.float64
+        total = torch.stack(losses).to(wide).sum()
+        if self.trainer.world_size > 1:
+            total = cast(Tensor, self.trainer.strategy.reduce(total, reduce_op="sum"))
+        return total, losses
+
+    def _synchronizing(self, is_last: bool) -> AbstractContextManager[None]:
+        """Let ranks exchange gradients on the last micro-batch alone."""
+        strategy = self.trainer.strategy
+        if is_last or not isinstance(strategy, ParallelStrategy):
+            return nullcontext()
+        return cast("AbstractContextManager[None]", strategy.block_backward_sync())
+
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        return getattr(self.trainer.precision_plugin, "scaler", None)
+
+    def _prepare_scaler(self, optimizer: Optimizer) -> None:
+        """Unscale where Lightning leaves it to a fused optimizer; give the scaler something to see."""
+        scaler = self._scaler()
+        if scaler is None:
+            return
+        parameters = optimizer_parameters(optimizer)
+        if all(parameter.grad is None for parameter in parameters):
+            parameters[0].grad = torch.zeros_like(parameters[0])
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            scaler.unscale_(optimizer)
+
+    def _judge(self, attempt: _Attempt, norm: Tensor) -> None:
+        """Decide what becomes of an update; the one place where the host looks at its figures."""
+        divisor = (
+            attempt.tokens.clamp(min=1) if isinstance(attempt.tokens, Tensor) else max(attempt.tokens, 1)
+        )
+        attempt.loss = attempt.loss_sum / divisor
+        figures = [attempt.loss, norm.to(attempt.loss.device), torch.as_tensor(attempt.tokens)]
+        device = attempt.loss.device
+        row = torch.stack([each.to(device, attempt.loss.dtype) for each in figures])
+        loss_value, norm_value, tokens = cast("list[float]", row.tolist())
+        attempt.tokens = int(tokens)
+        if attempt.tokens == 0:
+            attempt.outcome = "empty"
+            attempt.loss = attempt.norm = None
+        elif not math.isfinite(loss_value) or not math.isfinite(norm_value):
+            attempt.nonfinite = self._name_nonfinite(attempt, math.isfinite(loss_value))
+            if self._scaler() is not None and math.isfinite(loss_value):
+                attempt.outcome = "scaler_skip"
+            else:
+                attempt.outcome = "nonfinite_skip" if self.on_nonfinite == "skip" else "nonfinite_raise"
+
+    def _name_nonfinite(self, attempt: _Attempt, is_loss_finite: bool) -> str:
+        parts: list[str] = []
+        if not is_loss_finite:
+            values = cast("list[float]", torch.stack(attempt.micro_losses).tolist())
+            bad = next(
+                (place for place, value in enumerate(values, start=1) if not math.isfinite(value)), None
+            )
+            of = (
+                f"micro-batch {bad} of {len(values)} ({values[bad - 1]})"
+                if bad
+                else "another rank's micro-batch"
+            )
+            parts.append(f"the loss of {of}")
+        parameter = first_nonfinite(self)
+        if parameter is not None:
+            parts.append(f"the gradient of {parameter}")
+        return " and ".join(parts) or "the norm of the gradients"
+
+    def _hold_or_raise(self, attempt: _Attempt, optimizer: Optimizer) -> None:
+        """Keep an update that must not count from changing anything, and stop where that is the policy."""
+        if attempt.outcome == "applied":
+            self._consecutive_skips = 0
+            return
+        if attempt.outcome != "scaler_skip":
+            optimizer.zero_grad(set_to_none=True)
+        if attempt.outcome == "empty":
+            return
+        self._consecutive_skips += 1
+        fault = self._reason_to_stop(attempt)
+        if fault is not None:
+            attempt.outcome = "nonfinite_raise"
+            optimizer.zero_grad(set_to_none=True)
+            self._publish(attempt, _current_lr(optimizer))
+            raise NonFiniteError(
+                f"update {attempt.number}: {attempt.nonfinite} is not finite; {fault}. Weights, moments and "
+                f"schedule are "
+                "as they were before this update"
+            )
+
+    def _reason_to_stop(self, attempt: _Attempt) -> str | None:
+        scaler = self._scaler()
+        if attempt.outcome == "nonfinite_raise":
+            return "model.on_nonfinite is 'raise' ('skip' would pass over such updates)"
+        if self._consecutive_skips > self.max_consecutive_skips:
+            return f"more than model.max_consecutive_skips={self.max_consecutive_skips} in a row were skipped"
+        if attempt.outcome == "scaler_skip" and scaler is not None:
+            scale = scaler.get_scale()
+            if scale <= self.min_loss_scale:
+                return f"the loss scale is down to {scale:g} (model.min_loss_scale={self.min_loss_scale:g})"
+            if self._consecutive_skips == FALLING_SCALE_UPDATES:
+                rank_zero_warn(
+                    f"update {attempt.number}: the loss scale keeps falling, now {scale:g} after "
+                    f"{FALLING_SCALE_UPDATES} "
+                    "overflows in a row; check the learning rate, or use bf16-mixed"
+                )
+        return None
+
+    def _step_scheduler(self) -> None:
+        scheduler = cast(Any, self.lr_schedulers())
+        if scheduler is not None:
+            scheduler.step()
+
+    def _publish(self, attempt: _Attempt, lr: float) -> dict[str, Any]:
+        """Count the update, keep its report, and feed the bar and the monitors."""
+        if attempt.outcome == "applied":
+            self.updates_applied += 1
+        else:
+            self.updates_skipped += 1
+        clipped = None
+        if attempt.norm is not None and attempt.coefficient is not None:
+            clipped = attempt.norm * attempt.coefficient
+        scaler = self._scaler()
+        report = {
+            "update": attempt.number,
+            "loss": attempt.loss,
+            "tokens": attempt.tokens,
+            "grad_norm": attempt.norm,
+            "grad_norm_clipped": clipped,
+            "clip_coefficient": attempt.coefficient,
+            "lr": lr,
+            "outcome": attempt.outcome,
+            "skipped": self.updates_skipped,
+            "loss_scale": None if scaler is None else scaler.get_scale(),
+            "nonfinite": attempt.nonfinite,
+        }
+        self.update_report = {key: value for key, value in report.items() if value is not None}
+        self._attempt = None
+        if attempt.loss is not None and attempt.outcome != "nonfinite_raise":
+            for key in ("loss", "grad_norm"):
+                self.log(
+                    f"train/{key}",
+                    cast(Tensor, report[key]).float(),
+                    prog_bar=True,
+                    logger=False,
+                    batch_size=max(cast(int, attempt.tokens), 1),
+                )
+        return self.update_report
+
+    def _refuse_trainer_options(self) -> None:
+        """Refuse trainer options that would act on each batch, and say what to use instead."""
+        trainer = self.trainer
+        if trainer.gradient_clip_val is not None or trainer.gradient_clip_algorithm is not None:
+            raise UserError(
+                "trainer.gradient_clip_val and trainer.gradient_clip_algorithm do nothing here; set "
+                "model.max_norm "
+                "(TokenWeightedModule(max_norm=…)), which clips the averaged gradient of the whole update "
+                "once"
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise UserError(
+                "trainer.accumulate_grad_batches would weigh micro-batches equally whatever their tokens; "
+                "put them into one "
+                "window: data.sequences_per_update, or WindowLoader(loader, accumulate=…)"
+            )
+        if any(
+            isinstance(each, LearningRateFinder)
+            for each in cast("list[Any]", getattr(trainer, "callbacks", []))
+        ):
+            raise UserError(
+                "lr_find reads no loss under manual optimization and would report a rate found in NaN; try "
+                "a few values "
+                "of model.lr for some hundred updates instead"
+            )
+
+
+def _current_lr(optimizer: Optimizer) -> float:
+    return float(optimizer.param_groups[0]["lr"])

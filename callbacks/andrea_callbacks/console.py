@@ -1,0 +1,125 @@
+"""What a person sees on the console: a bar that counts updates, and a report when the run is over."""
+
+import time
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
+
+from andrea_callbacks.protocols import GeneratesText
+from andrea_callbacks.updates import report_of
+
+
+class UpdateProgressBar(TQDMProgressBar):
+    """Lightning's bar with loss, norm before clipping, learning rate and tokens per second.
+
+    Args:
+        refresh_rate: Updates between two refreshes.
+    """
+
+    def __init__(self, refresh_rate: int = 1) -> None:
+        super().__init__(refresh_rate=refresh_rate)
+        self._tokens = 0
+        self._since = time.perf_counter()
+        self._rate = 0.0
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the tokens and refresh."""
+        report = report_of(pl_module)
+        if report is not None:
+            self._tokens += report["tokens"]
+            elapsed = time.perf_counter() - self._since
+            if elapsed >= 1.0:
+                self._rate = self._tokens / elapsed
+                self._tokens, self._since = 0, time.perf_counter()
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    @override
+    def on_train_start(self, *_: Any) -> None:
+        """Start counting."""
+        self._tokens, self._since, self._rate = 0, time.perf_counter(), 0.0
+        super().on_train_start(*_)
+
+    @override
+    def get_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """Return the figures in the order of reading."""
+        report = report_of(pl_module)
+        if report is None:
+            return super().get_metrics(trainer, pl_module)
+        shown: dict[str, int | str | float | dict[str, float]] = {}
+        if report.get("loss") is not None:
+            shown["loss"] = f"{float(report['loss']):.3f}"
+        if report.get("grad_norm") is not None:
+            shown["norm"] = f"{float(report['grad_norm']):.2f}"
+        shown["lr"] = f"{report['lr']:.1e}"
+        shown["tokens/s"] = f"{self._rate:,.0f}"
+        if report["skipped"]:
+            shown["skipped"] = report["skipped"]
+        return shown
+
+
+class RunReport(Callback):
+    """Says at the end of a fit where logs and checkpoint are, and shows what the model writes.
+
+    The sample is drawn with a generator of its own, so that no random state of the run is touched, and goes
+    to loggers that take text, such as TensorBoard, under `sample`.
+
+    Args:
+        prompts: What the model continues; an empty prompt starts a document.
+        max_new_tokens: Length of each sample in tokens; 0 for none.
+        seed: Seed of the draws.
+    """
+
+    def __init__(self, prompts: list[str] | None = None, max_new_tokens: int = 80, seed: int = 0) -> None:
+        super().__init__()
+        self.prompts = [""] if prompts is None else prompts
+        self.max_new_tokens = max_new_tokens
+        self.seed = seed
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Report, on rank zero."""
+        if not trainer.is_global_zero:
+            return
+        lines = [f"{trainer.global_step:,} updates done"]
+        if trainer.loggers and trainer.log_dir is not None:
+            lines.append(f"logs: {trainer.log_dir} (tensorboard --logdir {trainer.log_dir})")
+        saved = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        if saved:
+            lines.append(f"checkpoint: {saved}")
+        rank_zero_info("\n".join(lines))
+        if (
+            self.max_new_tokens
+            and isinstance(pl_module, GeneratesText)
+            and not getattr(trainer, "fast_dev_run", False)
+        ):
+            self._show_sample(trainer, pl_module)
+
+    def _show_sample(self, trainer: pl.Trainer, module: GeneratesText) -> None:
+        device = next((each.device for each in _tensors(module)), torch.device("cpu"))
+        generator = torch.Generator(device).manual_seed(self.seed)
+        try:
+            texts = module.generate(self.prompts, self.max_new_tokens, generator)
+        except (RuntimeError, ValueError) as error:
+            rank_zero_info(f"no sample: {error}")
+            return
+        for prompt, text in zip(self.prompts, texts, strict=True):
+            rank_zero_info(f"sample: {prompt}{text}")
+        for logger in trainer.loggers:
+            add_text = getattr(cast(Any, logger).experiment, "add_text", None)
+            if callable(add_text):
+                samples = "\n\n".join(prompt + text for prompt, text in zip(self.prompts, texts, strict=True))
+                add_text("sample", samples, trainer.global_step)
+
+
+def _tensors(module: Any) -> list[Tensor]:
+    return list(module.parameters())

@@ -1,0 +1,115 @@
+"""Scalars that keep their own step: collected on the device, written in batches, once each, in order."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from typing_extensions import override
+
+Value = Tensor | float | int
+
+
+class ScalarBuffer:
+    """What is still to be written for one trainer; shared by all callbacks, so that a step is one row.
+
+    Args:
+        trainer: Its loggers get the scalars.
+        capacity: Steps kept before they are written.
+    """
+
+    def __init__(self, trainer: pl.Trainer, capacity: int = 50) -> None:
+        self.trainer = trainer
+        self.capacity = capacity
+        self._steps: dict[int, dict[str, Value]] = {}
+
+    def record(self, step: int, values: Mapping[str, Value]) -> None:
+        """Keep scalars for a step. Tensors may stay on an accelerator; nothing waits for them here."""
+        if not self.trainer.loggers:
+            return
+        if step not in self._steps and len(self._steps) >= self.capacity:
+            self.flush()
+        kept = self._steps.setdefault(step, {})
+        kept.update(
+            {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
+        )
+
+    def flush(self) -> None:
+        """Write all scalars to all loggers, each step once, in increasing order."""
+        steps, self._steps = self._steps, {}
+        for step, values in zip(
+            sorted(steps), _to_host([steps[step] for step in sorted(steps)]), strict=True
+        ):
+            for logger in self.trainer.loggers:
+                logger.log_metrics(values, step=step)
+
+
+def _to_host(rows: list[dict[str, Value]]) -> list[dict[str, float]]:
+    """Turn all tensors into numbers with one transfer a device."""
+    tensors: dict[torch.device, list[Tensor]] = {}
+    for row in rows:
+        for value in row.values():
+            if isinstance(value, Tensor):
+                tensors.setdefault(value.device, []).append(value)
+    numbers: dict[int, float] = {}
+    for device, group in tensors.items():
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        row = torch.stack([value.to(wide).reshape(()) for value in group])
+        values = cast("list[float]", row.tolist())
+        numbers.update(zip(map(id, group), values, strict=True))
+    return [
+        {
+            name: numbers[id(value)] if isinstance(value, Tensor) else float(value)
+            for name, value in row.items()
+        }
+        for row in rows
+    ]
+
+
+_buffers: "WeakKeyDictionary[pl.Trainer, ScalarBuffer]" = WeakKeyDictionary()
+
+
+def scalar_buffer(trainer: pl.Trainer) -> ScalarBuffer:
+    """Return the buffer that a trainer's callbacks share."""
+    if trainer not in _buffers:
+        _buffers[trainer] = ScalarBuffer(trainer)
+    return _buffers[trainer]
+
+
+class ScalarCallback(Callback):
+    """A callback that records scalars, and sees to it that they are written.
+
+    Written are they when the buffer is full, before validation and checkpoints, on an exception and at the
+    end.
+    """
+
+    def record(self, trainer: pl.Trainer, step: int, values: Mapping[str, Value]) -> None:
+        """Keep scalars for update `step`."""
+        scalar_buffer(trainer).record(step, values)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write what there is, so that validation follows its update."""
+        scalar_buffer(trainer).flush()
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Write what there is, so that no checkpoint is ahead of its curves."""
+        scalar_buffer(trainer).flush()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Write what there is; the last updates matter most."""
+        scalar_buffer(trainer).flush()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write what there is."""
+        scalar_buffer(trainer).flush()
