@@ -235,8 +235,7 @@ class TokenWeightedModule(pl.LightningModule):
         Returns:
             The window's summed loss over all ranks, and the loss of each micro-batch of this rank.
         """
-        divisor = tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1)
-        scale = self.trainer.world_size / divisor
+        scale = self.trainer.world_size / _divisor(tokens)
         losses: list[Tensor] = []
         for number, micro_batch in enumerate(window, start=1):
             with self._synchronizing(number == len(window)):
@@ -252,8 +251,7 @@ class TokenWeightedModule(pl.LightningModule):
                         "a constant"
                     )
                 del loss
-        wide = torch.float32 if self.device.type == "mps" else torch.float64
-        total = torch.stack(losses).to(wide).sum()
+        total = torch.stack(losses).to(_widest(self.device)).sum()
         if self.trainer.world_size > 1:
             total = cast(Tensor, self.trainer.strategy.reduce(total, reduce_op="sum"))
         return total, losses
@@ -427,3 +425,14 @@ class TokenWeightedModule(pl.LightningModule):
 
 def _current_lr(optimizer: Optimizer) -> float:
     return float(optimizer.param_groups[0]["lr"])
+
+
+def _divisor(tokens: int | Tensor) -> float | Tensor:
+    """Return a number of tokens to divide by, exact where an integer tensor would give float32."""
+    if isinstance(tokens, Tensor):
+        return tokens.clamp(min=1).to(_widest(tokens.device))
+    return float(max(tokens, 1))
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -1,0 +1,29 @@
+"""Fixtures of all tests."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "andrea", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("andrea")
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Give every test a seed, shown when it fails, a folder to work in, and a cache of its own."""
+    seed = int(os.environ.get("ANDREA_TEST_SEED", "20240611"))
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    print(f"seed: ANDREA_TEST_SEED={seed}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return seed
