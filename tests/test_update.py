@@ -104,7 +104,9 @@ class TestTokenWeighting:
         assert float(trainer.optimizers[0].state[module.b]["step"]) == 1
         assert not any(math.isnan(value) for _, row in logger.rows for value in row.values())
         assert [step for step, _ in logger.series("train/loss")] == ([2] if order == "first" else [1])
-        assert [value for _, value in logger.series("train/tokens")] == ([0, 4] if order == "first" else [4, 0])
+        assert [value for _, value in logger.series("train/tokens")] == (
+            [0, 4] if order == "first" else [4, 0]
+        )
 
     def test_no_host_read_per_micro_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """transformers#38029: reads on the host do not grow with the micro-batches."""
@@ -145,7 +147,9 @@ def language_module(dtype: torch.dtype) -> LanguageModule:
     """Return a small language model, equal in both precisions up to rounding."""
     torch.manual_seed(7)
     config = TransformerConfig(vocab_size=11, block_size=64, d_model=16, n_heads=2, n_layers=2)
-    module = LanguageModule(config, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), schedule="constant", max_norm=None)
+    module = LanguageModule(
+        config, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), schedule="constant", max_norm=None
+    )
     return module.to(dtype)
 
 
@@ -509,7 +513,9 @@ class TestAxis:
     def test_global_step_and_checkpoint(self, tmp_path: Any) -> None:
         """Lightning#16143, #17281: `global_step` 3, and a checkpoint with every_n_train_steps=1."""
         saving = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1)
-        trainer, _ = fit(ToyU(), WindowLoader(micro_batches(10), 4), callbacks=[saving], enable_checkpointing=True)
+        trainer, _ = fit(
+            ToyU(), WindowLoader(micro_batches(10), 4), callbacks=[saving], enable_checkpointing=True
+        )
         assert trainer.global_step == 3
         assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
             f"epoch=0-step={step}.ckpt" for step in (1, 2, 3)
@@ -519,7 +525,11 @@ class TestAxis:
         """trl#6702: loss NaN and a counter of 1, at the update."""
         logger = RowLogger()
         with pytest.warns(UserWarning, match="not finite"):
-            fit(ToyU(on_nonfinite="skip"), [window(A), Window([(torch.tensor(A), NAN)]), window(B)], logger=logger)
+            fit(
+                ToyU(on_nonfinite="skip"),
+                [window(A), Window([(torch.tensor(A), NAN)]), window(B)],
+                logger=logger,
+            )
         losses = logger.series("train/loss")
         assert [step for step, value in losses if math.isnan(value)] == [2]
         assert logger.series("train/skipped") == [(1, 0), (2, 1), (3, 1)]
@@ -548,7 +558,10 @@ class TestNonFinite:
 
     def test_infinite_loss(self) -> None:
         """pytorch#83537: a loss times Inf is flagged as Inf."""
-        with pytest.warns(UserWarning, match=r"micro-batch 1 of 1 \(inf\)"), pytest.raises(NonFiniteError, match="inf"):
+        with (
+            pytest.warns(UserWarning, match=r"micro-batch 1 of 1 \(inf\)"),
+            pytest.raises(NonFiniteError, match="inf"),
+        ):
             fit(ToyU(), [Window([(torch.tensor(A), INF)])])
 
     def test_raise_leaves_everything(self, tmp_path: Any) -> None:
@@ -578,7 +591,9 @@ class TestNonFinite:
         bad = Window([(torch.tensor(A), NAN)])
         results = []
         for batches in ([window(A, B), window(B)], [window(A, B), bad, window(B)]):
-            module = ToyU(build=lambda p: torch.optim.AdamW(p, lr=0.1), scheduler=halving, on_nonfinite="skip")
+            module = ToyU(
+                build=lambda p: torch.optim.AdamW(p, lr=0.1), scheduler=halving, on_nonfinite="skip"
+            )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 trainer, _ = fit(module, batches)
@@ -589,7 +604,10 @@ class TestNonFinite:
     def test_too_many_skips_in_a_row(self) -> None:
         bad = Window([(torch.tensor(A), NAN)])
         module = ToyU(on_nonfinite="skip", max_consecutive_skips=2)
-        with pytest.warns(UserWarning, match="not finite"), pytest.raises(NonFiniteError, match="max_consecutive_skips=2"):
+        with (
+            pytest.warns(UserWarning, match="not finite"),
+            pytest.raises(NonFiniteError, match="max_consecutive_skips=2"),
+        ):
             fit(module, [bad, bad, window(A), bad, bad, bad])
         assert module.updates_skipped == 5
 
@@ -682,7 +700,10 @@ class TestRefusals:
         class Monitored(ToyU):
             def configure_optimizers(self) -> Any:
                 optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau(optimizer), "monitor": "x"}}
+                return {
+                    "optimizer": optimizer,
+                    "lr_scheduler": {"scheduler": plateau(optimizer), "monitor": "x"},
+                }
 
         with pytest.raises(UserError, match="ReduceLROnPlateau"):
             fit(Monitored(), [window(A)])
@@ -690,7 +711,10 @@ class TestRefusals:
     def test_two_optimizers(self) -> None:
         class Two(ToyU):
             def configure_optimizers(self) -> Any:
-                return [torch.optim.SGD(self.parameters(), lr=1.0), torch.optim.SGD(self.parameters(), lr=1.0)]
+                return [
+                    torch.optim.SGD(self.parameters(), lr=1.0),
+                    torch.optim.SGD(self.parameters(), lr=1.0),
+                ]
 
         with pytest.raises(UserError, match="2; put the parameters into groups"):
             fit(Two(), [window(A)])

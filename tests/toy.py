@@ -49,7 +49,11 @@ class ToyU(TokenWeightedModule):
         labels, factor = micro_batch if isinstance(micro_batch, tuple) else (micro_batch, 1.0)
         flat = labels.flatten()
         loss = F.cross_entropy(
-            self.b.expand(len(flat), 2), flat, reduction="sum", ignore_index=-100, label_smoothing=self.smoothing
+            self.b.expand(len(flat), 2),
+            flat,
+            reduction="sum",
+            ignore_index=-100,
+            label_smoothing=self.smoothing,
         )
         return loss * factor
 
@@ -57,7 +61,10 @@ class ToyU(TokenWeightedModule):
         optimizer = self.build(self.parameters())
         if self.scheduler is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"},
+        }
 
 
 class Recorder(pl.Callback):
@@ -72,7 +79,9 @@ class Recorder(pl.Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self.gradients.append([None if p.grad is None else p.grad.clone() for p in pl_module.parameters()])
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.weights.append(torch.cat([p.detach().flatten().clone() for p in pl_module.parameters()]))
         self.reports.append(dict(pl_module.update_report))
         self.steps.append(trainer.global_step)
@@ -121,7 +130,9 @@ def build_trainer(**options: Any) -> pl.Trainer:
     return pl.Trainer(**(defaults | options))
 
 
-def fit(module: pl.LightningModule, batches: Sequence[Any] | Any, **options: Any) -> tuple[pl.Trainer, Recorder]:
+def fit(
+    module: pl.LightningModule, batches: Sequence[Any] | Any, **options: Any
+) -> tuple[pl.Trainer, Recorder]:
     """Train on ready batches and return the trainer and what could be seen."""
     recorder = Recorder()
     callbacks = [recorder, *options.pop("callbacks", [])]

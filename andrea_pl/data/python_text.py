@@ -57,6 +57,8 @@ def _walk(node: ast.AST, name: str, origin: str) -> Iterator[Document]:
             line = getattr(node, "lineno", 1)
             yield Document(text=f"Question: What is {name}?\nAnswer: {docstring}\n", origin=origin, line=line)
     for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            continue  # no definition stands inside an expression
         inner = getattr(child, "name", None) if isinstance(child, ast.ClassDef | ast.FunctionDef) else None
         yield from _walk(child, f"{name}.{inner}" if inner else name, origin)
 

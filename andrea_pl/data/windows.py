@@ -186,6 +186,7 @@ class WindowLoader:
         """Windows taken from an epoch, where the trainer takes fewer than there are."""
         self._cursor = EpochCursor()
         self._start: dict[str, torch.Tensor] = {}
+        self._restored: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
         self._generator: torch.Generator | None = None
         self._warn_if_short()
 
@@ -200,11 +201,12 @@ class WindowLoader:
     def __iter__(self) -> Iterator[Window]:
         """Yield windows from where the state stands."""
         length = self._length()
-        restored = dict(self._start)
+        mid_epoch, between_epochs = self._restored
+        self._restored = ({}, {})
         self._cursor.begin(length if self.limit is None or length is None else min(length, self.limit))
         self._check_sharding()
         self.set_epoch(0 if self.repeat else self._cursor.epoch)
-        self._prepare_generators(restored if self._cursor.delivered or self.repeat else {})
+        self._prepare_generators(mid_epoch if self._cursor.delivered else between_epochs)
         window = Window()
         passed = self._cursor.delivered * self.accumulate
         for number, micro_batch in enumerate(self.loader):
@@ -235,8 +237,14 @@ class WindowLoader:
                 method(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch, windows delivered, and the generators' states at the start of the epoch."""
-        return {**self._cursor.state_dict(), "accumulate": self.accumulate, "generators": dict(self._start)}
+        """Return epoch, windows delivered, and the generators' states at the start of the epoch and now."""
+        now = {name: generator.get_state() for name, generator in self._generators().items()}
+        return {
+            **self._cursor.state_dict(),
+            "accumulate": self.accumulate,
+            "epoch_start": dict(self._start),
+            "now": now,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where a state was taken.
@@ -251,7 +259,7 @@ class WindowLoader:
                 "windows would not line up: use the same value"
             )
         self._cursor.load_state_dict(state)
-        self._start = dict(state["generators"])
+        self._restored = (dict(state["epoch_start"]), dict(state["now"]))
 
     def _length(self) -> int | None:
         try:
@@ -305,13 +313,16 @@ class WindowLoader:
             found["sampler"] = sampler.generator
         return found
 
-    def _prepare_generators(self, start: dict[str, torch.Tensor]) -> None:
+    def _prepare_generators(self, restored: dict[str, torch.Tensor]) -> None:
         """Bring every generator to the state of the epoch's start, and remember that state."""
         found = self._generators()
         if self._generator is not None:
             epoch = 0 if self.repeat else self._cursor.epoch
             self._generator.manual_seed(int(np.random.SeedSequence((self.seed, epoch)).generate_state(1)[0]))
         for name, generator in found.items():
-            if name in start and generator is not self._generator:
-                generator.set_state(start[name])
+            if name in restored and generator is not self._generator:
+                generator.set_state(restored[name])
+        if self.repeat and self._start:
+            for name, generator in found.items():
+                generator.set_state(self._start[name])
         self._start = {name: generator.get_state() for name, generator in found.items()}
