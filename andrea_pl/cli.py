@@ -1,7 +1,9 @@
 """The command `andrea`: LightningCLI's fit, validate, test and predict, and prepare and generate besides."""
 
 import json
+import logging
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -138,6 +140,7 @@ class AndreaCLI(LightningCLI):
             save_config_callback=KeepConfig,
             save_config_kwargs={"overwrite": True},
             trainer_class=CommandTrainer,
+            trainer_defaults={"log_every_n_steps": 1},
             seed_everything_default=0,
             parser_class=CommandParser,
             args=args,
@@ -192,6 +195,18 @@ class AndreaCLI(LightningCLI):
         """Say how large the model is."""
         module = cast(LanguageModule, self.model)
         print(f"parameters: {module.network.count_parameters():,}")
+
+    def after_validate(self) -> None:
+        """Say how it went."""
+        self._print_metrics()
+
+    def after_test(self) -> None:
+        """Say how it went."""
+        self._print_metrics()
+
+    def _print_metrics(self) -> None:
+        for name, value in self.trainer.callback_metrics.items():
+            print(f"{name}: {float(value):.6g}")
 
     def predict(self, **kwargs: Any) -> None:
         """Write predictions as JSON lines in the trainer's root folder."""
@@ -254,6 +269,7 @@ def main(argv: list[str] | None = None) -> int:
         0, or 1 where the user has something to mend. Wrong usage raises SystemExit(2).
     """
     arguments = sys.argv[1:] if argv is None else argv
+    _quieten_lightning()
     try:
         arguments = _restrict(arguments)
         if arguments[:1] == ["generate"]:
@@ -268,6 +284,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"andrea: error: {error}", file=sys.stderr)
         return EXIT_ERROR
     return 0
+
+
+def _quieten_lightning() -> None:
+    """Leave out what Lightning says that is no news here: advertisements, and advice for other modules."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "Tip: For seamless" not in record.getMessage()
+    )
+    for message in ("Using ModelCheckpoint with manual optimization", "GPU available but not used"):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def _restrict(arguments: list[str]) -> list[str]:

@@ -205,6 +205,11 @@ class LanguageModule(TokenWeightedModule):
                 f"ids); set "
                 "data.tokenizer to the tokenizer.json of that run"
             )
+        if tokenizer.vocab_size > self.network.config.vocab_size:
+            raise UserError(
+                f"the tokenizer has {tokenizer.vocab_size} ids and the network "
+                f"vocab_size={self.network.config.vocab_size}; make them equal"
+            )
         self.tokenizer = tokenizer
         table = tokenizer.bytes_per_token()
         if table is not None:

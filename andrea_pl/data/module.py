@@ -138,8 +138,9 @@ class TextDataModule(pl.LightningDataModule):
 
     @override
     def setup(self, stage: str | None = None) -> None:
-        """Open what was prepared, on every rank."""
-        del stage
+        """Open what was prepared, on every rank; switch validation off where nothing is to be held out."""
+        if stage == "fit" and self.trainer is not None and not self._wants_validation():
+            self.trainer.limit_val_batches = 0
         if self._prepared is None:
             self._prepared = open_prepared(self.preparation)
             self._refuse_large_vocabulary(self._prepared.tokenizer)
@@ -172,10 +173,8 @@ class TextDataModule(pl.LightningDataModule):
     @override
     def val_dataloader(self) -> MicroBatchLoader | list[Any]:
         """Return the loader of held-out micro-batches; an empty list where nothing is to be held out."""
-        wanted = self.preparation.val_fraction > 0 or any(
-            each.split == "val" for each in self.preparation.sources
-        )
-        return self._held_out("val") if wanted or self._is_evaluating() else []
+        is_evaluation = self.trainer is not None and self.trainer.state.fn == "validate"
+        return self._held_out("val") if is_evaluation or self._wants_validation() else []
 
     @override
     def test_dataloader(self) -> MicroBatchLoader:
@@ -187,8 +186,9 @@ class TextDataModule(pl.LightningDataModule):
         """Return the loader of the validation documents' micro-batches, for a loss per sequence."""
         return self._held_out("val")
 
-    def _is_evaluating(self) -> bool:
-        return self.trainer is not None and self.trainer.validating
+    def _wants_validation(self) -> bool:
+        sources = self.preparation.sources
+        return self.preparation.val_fraction > 0 or any(each.split == "val" for each in sources)
 
     def _held_out(self, split: Split) -> MicroBatchLoader:
         reader = self._reader(split)

@@ -1,0 +1,285 @@
+"""The command in processes of its own: whole runs, errors, and what a configuration may not do."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+
+TINY = """
+seed_everything: 1
+trainer:
+  accelerator: cpu
+  max_steps: 6
+  val_check_interval: 3
+  check_val_every_n_epoch: null
+  enable_progress_bar: false
+  enable_model_summary: false
+  default_root_dir: .
+data:
+  sources:
+    - name: lines
+      paths: [{path}]
+  vocab_size: 300
+  block_size: 32
+  sequences_per_update: 8
+  val_fraction: 0.2
+  cache_dir: cache
+model:
+  network: {{d_model: 16, n_heads: 2, n_layers: 1}}
+  lr: 1.0e-2
+"""
+
+
+def andrea(*arguments: str, timeout: int = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in the working folder."""
+    return subprocess.run(
+        [sys.executable, "-m", "andrea_pl", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Read all scalars of an event file back."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """Return a configuration over 60 short documents."""
+    lines = [json.dumps({"text": f"line {n} says {n * n} and {n + 1} again. " * 4}) for n in range(60)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY.format(path=tmp_path / "text.jsonl"))
+    return path
+
+
+def test_overfit() -> None:
+    """60 updates by the first seed's section 8.2; every scalar at steps 1 to 60, once, increasing."""
+    result = andrea("fit", "--config", str(CONFIGS / "overfit.yaml"))
+    assert result.returncode == 0, result.stderr
+    found = scalars(Path("runs/overfit/version_0"))
+    steps = list(range(1, 61))
+    names = {"loss", "tokens", "lr", "skipped", "grad_norm", "grad_norm_clipped", "clip_coefficient"}
+    assert names <= {tag.removeprefix("train/") for tag in found}
+    for tag, rows in found.items():
+        assert [step for step, _ in rows] == steps, tag
+    losses = [value for _, value in found["epoch/loss"]]
+    assert 2.9 < losses[0] < 3.7
+    assert losses[-1] < 0.10
+    assert found["train/lr"][0][1] == pytest.approx(6e-4)
+    assert {value for _, value in found["train/tokens"]} == {4.0}
+    assert re.search(r"epoch 60: loss 0\.0\d+ over 4 tokens in 1 updates", result.stderr)
+
+
+def test_fit_evaluate_generate_and_fine_tune(tiny: Path) -> None:
+    """The whole way of a small model, each step by the command."""
+    config = ["--config", str(tiny)]
+    prepared = andrea("prepare", *config)
+    assert prepared.returncode == 0, prepared.stderr
+    assert "prepared in cache/" in prepared.stdout
+    fitted = andrea("fit", *config)
+    assert fitted.returncode == 0, fitted.stderr
+    assert "preparing source" not in fitted.stderr
+    assert "parameters: " in fitted.stdout
+    assert "sample: " in fitted.stderr
+    assert "Tip:" not in fitted.stderr
+    assert "Traceback" not in fitted.stderr
+    found = scalars(Path("lightning_logs/version_0"))
+    assert [step for step, _ in found["val/bits_per_byte"]] == [3, 6]
+    assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4, 5, 6]
+    checkpoint = str(next(Path("lightning_logs/version_0/checkpoints").glob("*.ckpt")))
+    assert checkpoint in fitted.stderr
+    torch.load(checkpoint, weights_only=True)
+
+    validated = andrea("validate", *config, "--ckpt_path", checkpoint)
+    assert validated.returncode == 0, validated.stderr
+    line = re.search(r"^val/loss: ([\d.]+)$", validated.stdout, re.MULTILINE)
+    assert line, validated.stdout
+    assert float(line[1]) == pytest.approx(found["val/loss"][-1][1], rel=1e-4)
+
+    predicted = andrea("predict", *config, "--ckpt_path", checkpoint)
+    assert predicted.returncode == 0, predicted.stderr
+    rows = [json.loads(line) for line in Path("predictions.jsonl").read_text().splitlines()]
+    mean = sum(row["loss"] * row["tokens"] for row in rows) / sum(row["tokens"] for row in rows)
+    assert mean == pytest.approx(found["val/loss"][-1][1], rel=1e-4)
+    assert rows[0]["document"].startswith("lines ")
+
+    elsewhere = Path("elsewhere")
+    elsewhere.mkdir()
+    (elsewhere / "only.ckpt").write_bytes(Path(checkpoint).read_bytes())
+    for prompt in ("line 7", ""):
+        options = ["generate", "--ckpt_path", str(elsewhere / "only.ckpt"), "--prompt", prompt, "--max_new_tokens", "9"]
+        texts = [andrea(*options).stdout for _ in range(2)]
+        assert texts[0] == texts[1]
+        assert texts[0].startswith(prompt)
+
+    tuned = andrea("fit", *config, "--init_from", checkpoint, "--trainer.max_steps", "1", "--model.lr", "0.0")
+    assert tuned.returncode == 0, tuned.stderr
+    losses = scalars(Path("lightning_logs/version_1"))["train/loss"]
+    assert losses[0][1] < found["train/loss"][0][1] - 0.5
+
+    resumed = andrea("fit", *config, "--ckpt_path", checkpoint, "--trainer.max_steps", "8")
+    assert resumed.returncode == 0, resumed.stderr
+    assert [step for step, _ in scalars(Path("lightning_logs/version_2"))["train/loss"]] == [7, 8]
+
+
+def test_twice_and_without_a_logger(tiny: Path) -> None:
+    """Lightning#19827: the same command twice works twice, from step 0, with and without a logger."""
+    mine = Path("config.yaml")
+    mine.write_text("mine")
+    for options in ([], ["--trainer.logger", "false"]):
+        for _ in range(2):
+            result = andrea("fit", "--config", str(tiny), "--trainer.max_steps", "2", *options)
+            assert result.returncode == 0, result.stderr
+    assert mine.read_text() == "mine"
+    for version in ("version_0", "version_1"):
+        assert [step for step, _ in scalars(Path("lightning_logs") / version)["train/loss"]] == [1, 2]
+
+
+def test_saved_configuration_runs_again(tiny: Path) -> None:
+    assert andrea("fit", "--config", str(tiny), "--trainer.max_steps", "1").returncode == 0
+    again = andrea("fit", "--config", "lightning_logs/version_0/config.yaml")
+    assert again.returncode == 0, again.stderr
+
+
+ERRORS: dict[str, tuple[list[str], int, list[str]]] = {
+    "clip in the trainer": (["--trainer.gradient_clip_val", "1.0"], 1, ["model.max_norm"]),
+    "accumulation": (["--trainer.accumulate_grad_batches", "2"], 1, ["data.sequences_per_update"]),
+    "mistyped key": (["--model.max_nrom", "1.0"], 2, ["max_nrom"]),
+    "mistyped value": (["--model.max_norm", "high"], 2, ["max_norm", "high"]),
+    "bad threshold": (["--model.max_norm", "-1"], 1, ["max_norm must be more than 0"]),
+    "bad shape": (["--model.network.n_heads", "3"], 1, ["d_model must be a multiple of n_heads"]),
+    "missing text": (["--data.sources", '[{"name": "s", "paths": ["none.txt"]}]'], 1, ["none.txt", "matches"]),
+    "empty text": (["--data.sources", '[{"name": "s", "paths": ["empty.txt"]}]'], 1, ["empty.txt: empty file"]),
+    "missing checkpoint": (["--ckpt_path", "none.ckpt"], 1, ["none.ckpt: no such checkpoint"]),
+    "remote checkpoint": (["--ckpt_path", "https://example.com/x.ckpt"], 1, ["local files only"]),
+    "both checkpoints": (["--ckpt_path", "a.ckpt", "--init_from", "b.ckpt"], 1, ["not both"]),
+    "long warm-up": (["--model.warmup_updates", "9"], 1, ["warmup_updates=9"]),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_can_be_acted_on(tiny: Path, case: str) -> None:
+    """A message with what to do, the right exit code, and no traceback."""
+    Path("empty.txt").touch()
+    options, code, words = ERRORS[case]
+    result = andrea("fit", "--config", str(tiny), *options)
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+def test_local_configuration_names_max_norm() -> None:
+    result = andrea("fit", "--config", str(CONFIGS / "local.yaml"), "--trainer.gradient_clip_val", "1.0")
+    assert result.returncode == 1
+    assert "model.max_norm" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["fit", "--config", "none.yaml"], ["fit", "--config", "https://example.com/a.yaml"], ["fly"], [], ["generate"]],
+)
+def test_usage_errors(arguments: list[str]) -> None:
+    result = andrea(*arguments)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert "usage:" in result.stderr or "error:" in result.stderr
+
+
+@pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
+def test_evaluation_wants_a_checkpoint(tiny: Path, subcommand: str) -> None:
+    result = andrea(subcommand, "--config", str(tiny))
+    assert result.returncode == 1
+    assert "--ckpt_path is needed" in result.stderr
+
+
+EVIL = "import pathlib; pathlib.Path('witness').touch()\n\nclass Thing:\n    pass\n"
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ("callbacks", "subprocess.Popen"),
+        ("callbacks", "evil.Thing"),
+        ("optimizer", "evil.Thing"),
+        ("logger", "evil.Thing"),
+        ("schedule", "os.system"),
+    ],
+)
+def test_only_trusted_modules_are_imported(tiny: Path, where: str, name: str) -> None:
+    """The named module is never imported, and the message names it."""
+    Path("evil.py").write_text(EVIL)
+    config = yaml.safe_load(tiny.read_text())
+    named = {"class_path": name}
+    part = config["trainer"] if where in ("callbacks", "logger") else config["model"]
+    part[where] = [named] if where == "callbacks" else named
+    tiny.write_text(yaml.safe_dump(config))
+    result = andrea("fit", "--config", str(tiny), PYTHONPATH=str(Path.cwd()))
+    assert result.returncode == 2
+    assert name in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not Path("witness").exists()
+
+
+def test_trust_is_given_by_name(tiny: Path) -> None:
+    Path("mine.py").write_text(
+        "import lightning.pytorch as pl\n\nclass Hello(pl.Callback):\n"
+        "    def on_fit_start(self, trainer, pl_module):\n        print('hello from mine')\n"
+    )
+    config = yaml.safe_load(tiny.read_text())
+    config["trainer"]["callbacks"] = [{"class_path": "mine.Hello"}]
+    config["trainer"]["max_steps"] = 1
+    tiny.write_text(yaml.safe_dump(config))
+    path = str(Path.cwd())
+    assert andrea("fit", "--config", str(tiny), PYTHONPATH=path).returncode == 2
+    result = andrea("fit", "--config", str(tiny), "--trust_imports", "mine", PYTHONPATH=path)
+    assert result.returncode == 0, result.stderr
+    assert "hello from mine" in result.stdout
+
+
+def test_named_optimizer_in_yaml(tiny: Path) -> None:
+    config: dict[str, Any] = yaml.safe_load(tiny.read_text())
+    config["trainer"]["max_steps"] = 1
+    config["model"]["network"]["norm_weight"] = False
+    config["model"]["optimizer"] = {"class_path": "torch.optim.Muon", "init_args": {"lr": 0.02}}
+    config["model"]["schedule"] = {
+        "class_path": "torch.optim.lr_scheduler.StepLR",
+        "init_args": {"step_size": 1, "gamma": 0.5},
+    }
+    tiny.write_text(yaml.safe_dump(config))
+    result = andrea("fit", "--config", str(tiny))
+    assert result.returncode == 0, result.stderr
+    assert scalars(Path("lightning_logs/version_0"))["train/lr"][0][1] == pytest.approx(0.02)
+
+
+def test_help_is_complete() -> None:
+    top = andrea("--help")
+    assert top.returncode == 0
+    for subcommand in ("fit", "validate", "test", "predict", "prepare", "generate"):
+        assert subcommand in top.stdout
+        page = andrea(subcommand, "--help")
+        assert page.returncode == 0
+        words = {"generate": ["--prompt", "--top_p"], "fit": ["--init_from", "--trust_imports", "--model.max_norm"]}
+        for word in words.get(subcommand, ["--data.sources", "--trust_imports"]):
+            assert word in page.stdout
