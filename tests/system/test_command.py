@@ -62,6 +62,13 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+def log_folder(result: subprocess.CompletedProcess[str]) -> Path:
+    """Return where a fit said that its logs are."""
+    said = re.search(r"^logs: (\S+)", result.stderr, re.MULTILINE)
+    assert said, result.stderr
+    return Path(said[1])
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """Return a configuration over 60 short documents."""
@@ -134,12 +141,12 @@ def test_fit_evaluate_generate_and_fine_tune(tiny: Path) -> None:
 
     tuned = andrea("fit", *config, "--init_from", checkpoint, "--trainer.max_steps", "1", "--model.lr", "0.0")
     assert tuned.returncode == 0, tuned.stderr
-    losses = scalars(Path("lightning_logs/version_1"))["train/loss"]
+    losses = scalars(log_folder(tuned))["train/loss"]
     assert losses[0][1] < found["train/loss"][0][1] - 0.5
 
     resumed = andrea("fit", *config, "--ckpt_path", checkpoint, "--trainer.max_steps", "8")
     assert resumed.returncode == 0, resumed.stderr
-    assert [step for step, _ in scalars(Path("lightning_logs/version_2"))["train/loss"]] == [7, 8]
+    assert [step for step, _ in scalars(log_folder(resumed))["train/loss"]] == [7, 8]
 
 
 def test_twice_and_without_a_logger(tiny: Path) -> None:

@@ -1,0 +1,119 @@
+"""Two gloo processes: what cases.md asks of ranks, and what one rank gives."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("ranks")]
+
+Results = dict[str, dict[str, Any]]
+
+
+def run(ranks: int, folder: Path) -> list[Results]:
+    folder.mkdir()
+    script = Path(__file__).with_name("two_ranks.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(ranks), str(folder)], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    """Return what each of two ranks saw."""
+    return run(2, tmp_path_factory.mktemp("two") / "out")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Return what a single process saw of the scenarios that it can run."""
+    return run(1, tmp_path_factory.mktemp("one") / "out")[0]
+
+
+def test_ranks_are_weighted_by_tokens(both: list[Results]) -> None:
+    """transformers#34242, fairseq#494, torchtitan#2206: A on one rank, B on the other."""
+    for results in both:
+        assert results["one each"]["gradients"][0].tolist() == pytest.approx([0.25, -0.25])
+        assert results["one each"]["norms"][0] == pytest.approx(0.353553, abs=1e-6)
+        assert results["one each"]["losses"][0] == pytest.approx(0.693147, abs=1e-6)
+
+
+def test_uneven_windows(both: list[Results]) -> None:
+    """torchtitan#2206: ranks with (1, 3) and (2, 0) tokens divide by 6; classes 0 and 1 have 2 and 4 labels."""
+    for results in both:
+        assert results["uneven"]["gradients"][0].tolist() == pytest.approx([1 / 6, -1 / 6])
+
+
+def test_a_rank_without_a_label(both: list[Results]) -> None:
+    for results in both:
+        assert results["ignored"]["gradients"][0].tolist() == pytest.approx([-0.5, 0.5])
+
+
+def test_all_ranks_agree_on_empty(both: list[Results]) -> None:
+    """mlx-lm#1413: no rank hangs or steps."""
+    for results in both:
+        assert results["empty"]["outcomes"] == ["empty", "applied"]
+        assert torch.equal(results["empty"]["weights"][0], torch.zeros(2))
+
+
+def test_nan_on_one_rank_alone(both: list[Results]) -> None:
+    """Lightning#19106: both ranks decide alike, skipping or raising, and nobody hangs."""
+    for results in both:
+        assert results["nan skip"]["outcomes"] == ["nonfinite_skip", "applied"]
+        assert torch.equal(results["nan skip"]["weights"][0], torch.zeros(2))
+        assert results["nan raise"]["error"].startswith("update 2: the loss of ")
+        assert torch.equal(results["nan raise"]["final"], results["nan raise"]["weights"][0])
+    assert "another rank's micro-batch" in both[0]["nan raise"]["error"]
+    assert "micro-batch 1 of 1 (nan)" in both[1]["nan raise"]["error"]
+
+
+def test_one_reduction_an_update(both: list[Results]) -> None:
+    """Lightning#4092, #2595: windows of four micro-batches exchange gradients once."""
+    for results in both:
+        assert len(results["many"]["weights"]) == 2
+        assert results["many"]["reductions"] == 2
+
+
+def test_weights_stay_equal(both: list[Results]) -> None:
+    """Lightning#9237: after every update."""
+    for name in ("one each", "many", "language", "sharded loader"):
+        for one, two in zip(both[0][name]["weights"], both[1][name]["weights"], strict=True):
+            assert torch.equal(one, two)
+
+
+def test_one_rank_logs(both: list[Results]) -> None:
+    assert both[0]["one each"]["rows"] == [1, 2, 3]
+
+
+def test_windows_are_shared_out(both: list[Results], alone: Results) -> None:
+    """The sequences of each window are disjoint and together those of one rank."""
+    windows = zip(both[0]["language"]["windows"], both[1]["language"]["windows"], strict=True)
+    for (one, two), whole in zip(windows, alone["language"]["windows"], strict=True):
+        assert not set(one) & set(two)
+        assert sorted(one + two) == sorted(whole)
+        assert len(set(whole)) == len(whole)
+
+
+def test_same_run_as_one_rank(both: list[Results], alone: Results) -> None:
+    """Norms, tokens and weights after every update are those of one rank; validation to 1e-9."""
+    for results in both:
+        assert results["language"]["tokens"] == alone["language"]["tokens"]
+        assert results["language"]["norms"] == pytest.approx(alone["language"]["norms"], rel=1e-9)
+        pairs = zip(results["language"]["weights"], alone["language"]["weights"], strict=True)
+        assert max(float((here - there).norm() / there.norm()) for here, there in pairs) < 1e-10
+        assert results["language"]["validation"] == pytest.approx(alone["language"]["validation"], rel=1e-9, abs=0)
+
+
+def test_window_loader_over_a_sharded_loader(both: list[Results], alone: Results) -> None:
+    for results in both:
+        assert results["sharded loader"]["tokens"] == [4, 4]
+        assert "not sharded" in results["sharded loader"]["refusal"]
+        for here, there in zip(
+            results["sharded loader"]["weights"], alone["sharded loader"]["weights"], strict=True
+        ):
+            torch.testing.assert_close(here, there)

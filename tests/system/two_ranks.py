@@ -1,0 +1,161 @@
+"""Run by test_two_ranks.py, on one process or two: trains, and writes what each rank saw.
+
+usage: two_ranks.py RANKS FOLDER
+"""
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader, DistributedSampler
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from andrea_pl import LanguageModule, NonFiniteError, TextDataModule, TextSource, TransformerConfig, Window, WindowLoader
+from toy import ListLoader, Recorder, RowLogger, ToyU, build_trainer, window
+
+RANKS, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
+A, B, NAN = [0], [1, 1, 1], float("nan")
+
+warnings.simplefilter("ignore")
+
+
+class Reductions(pl.Callback):
+    """Count gradient reductions."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if RANKS == 1:
+            return
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        def counting(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations here
+            self.count += 1
+            return allreduce_hook(state, bucket)
+
+        trainer.strategy.model.register_comm_hook(None, counting)
+
+
+def trainer_of(**options: Any) -> pl.Trainer:
+    """Return a trainer on this many ranks."""
+    if RANKS > 1:
+        options = {**options, "devices": RANKS, "strategy": DDPStrategy(process_group_backend="gloo")}
+    return build_trainer(**options)
+
+
+def toy(per_rank: list[list[Any]], **options: Any) -> dict[str, Any]:
+    """Train Toy U on the windows of each rank."""
+    recorder, counter = Recorder(), Reductions()
+    logger = RowLogger()
+    trainer = trainer_of(callbacks=[recorder, counter], logger=logger)
+    module = ToyU(**options)
+    error = None
+    try:
+        trainer.fit(module, ListLoader(per_rank[trainer.global_rank]))
+    except NonFiniteError as caught:
+        error = str(caught)
+    return {
+        "gradients": [each[0] for each in recorder.gradients],
+        "weights": recorder.weights,
+        "norms": [float(report.get("grad_norm", NAN)) for report in recorder.reports],
+        "losses": [float(report.get("loss", NAN)) for report in recorder.reports],
+        "outcomes": [report["outcome"] for report in recorder.reports],
+        "reductions": counter.count,
+        "error": error,
+        "final": module.b.detach().clone(),
+        "rows": [step for step, row in logger.rows if "train/loss" in row],
+    }
+
+
+def language() -> dict[str, Any]:
+    """Train and validate a small model on a text data module."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.randint(2, 30, (90,), generator=generator).tolist()
+    rows = [torch.randint(0, 50, (size,), generator=generator).tolist() for size in sizes]
+    data = TextDataModule(
+        [
+            TextSource(name="t", kind="tokens", documents=rows[:70]),
+            TextSource(name="v", kind="tokens", documents=rows[70:], split="val"),
+        ],
+        vocab_size=50,
+        block_size=16,
+        sequences_per_update=16,
+        micro_batch_tokens=40,
+    )
+    torch.manual_seed(2)
+    shape = TransformerConfig(vocab_size=50, block_size=16, d_model=16, n_heads=2, n_layers=1)
+    module = LanguageModule(shape, lr=3e-3, max_norm=0.5).double()
+    recorder = Recorder()
+    windows: list[list[tuple[int, int]]] = []
+    exact: list[float] = []
+
+    class Seen(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            windows.append(
+                [
+                    pair
+                    for part in batch
+                    for pair in zip(part["document_id"].tolist(), part["offset"].tolist(), strict=True)
+                    if pair[0] >= 0
+                ]
+            )
+
+        def on_validation_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            self.latest = pl_module.evaluation
+
+        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            exact.append(float(pl_module.evaluation.compute()["loss"]))
+
+    trainer = trainer_of(callbacks=[recorder, Seen()], val_check_interval=1.0, max_epochs=2)
+    trainer.fit(module, datamodule=data)
+    return {
+        "windows": windows,
+        "weights": recorder.weights,
+        "norms": [float(report["grad_norm"]) for report in recorder.reports],
+        "tokens": [report["tokens"] for report in recorder.reports],
+        "validation": exact,
+        "micro_batches": [],
+    }
+
+
+def sharded_loader() -> dict[str, Any]:
+    """Train through a WindowLoader over a sharded DataLoader, then over one that is not."""
+    values = [torch.tensor([number % 2]) for number in range(8)]
+    recorder = Recorder()
+    trainer = trainer_of(callbacks=[recorder])
+    rank = trainer.global_rank
+    sampler = DistributedSampler(values, num_replicas=RANKS, rank=rank, shuffle=False) if RANKS > 1 else None
+    trainer.fit(ToyU(), WindowLoader(DataLoader(values, batch_size=1, sampler=sampler), 4 // RANKS))
+    refusal = None
+    try:
+        trainer_of().fit(ToyU(), WindowLoader(ListLoader(values), 2))
+    except ValueError as error:
+        refusal = str(error)
+    return {"weights": recorder.weights, "tokens": [r["tokens"] for r in recorder.reports], "refusal": refusal}
+
+
+bad = Window([(torch.tensor(A), NAN)])
+SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
+    "one each": lambda: toy([[window(A)] * 3, [window(B)] * 3], max_norm=None),
+    "uneven": lambda: toy([[window(A, B)], [window([0, 1], [-100])]], max_norm=None),
+    "ignored": lambda: toy([[window(A)], [window([-100])]], max_norm=None),
+    "empty": lambda: toy([[window([-100]), window(A)], [window([-100]), window(B)]]),
+    "nan skip": lambda: toy([[window(A), window(A)], [bad, window(B)]], on_nonfinite="skip"),
+    "nan raise": lambda: toy([[window(A), window(A)], [window(B), bad]]),
+    "many": lambda: toy([[window(A, A, A, A)] * 2, [window(B, B, B, B)] * 2], max_norm=None),
+    "language": language,
+    "sharded loader": sharded_loader,
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    results = {name: scenario() for name, scenario in SCENARIOS.items()}
+    rank = torch.distributed.get_rank() if RANKS > 1 else 0
+    torch.save(results, FOLDER / f"rank{rank}.pt")
