@@ -133,7 +133,7 @@ class CommandParser(LightningArgumentParser):
 class AndreaCLI(LightningCLI):
     """LightningCLI with a fixed model and data class; a checkpoint can slip nothing in."""
 
-    def __init__(self, args: list[str] | None = None) -> None:
+    def __init__(self, args: list[str]) -> None:
         super().__init__(
             LanguageModule,
             TextDataModule,
@@ -180,7 +180,8 @@ class AndreaCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Add the bar and the final report, where the user gave none of their kind."""
         config = self._get(self.config_init, "trainer", default={})
-        given = cast("list[Callback]", config.get("callbacks") or [])
+        callbacks = config.get("callbacks") or []
+        given = cast("list[Callback]", callbacks if isinstance(callbacks, list) else [callbacks])
         added: list[Callback] = []
         if config.get("enable_progress_bar") is not False and not any(
             isinstance(each, ProgressBar) for each in given
@@ -278,8 +279,7 @@ def main(argv: list[str] | None = None) -> int:
             options.pop("config", None)
             generate_text(**options)
         else:
-            sys.argv = [sys.argv[0], *arguments]
-            AndreaCLI()
+            AndreaCLI(arguments)
     except (UserError, NonFiniteError, MisconfigurationException, FileNotFoundError) as error:
         print(f"andrea: error: {error}", file=sys.stderr)
         return EXIT_ERROR
@@ -291,7 +291,10 @@ def _quieten_lightning() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip: For seamless" not in record.getMessage()
     )
-    for message in ("Using ModelCheckpoint with manual optimization", "GPU available but not used"):
+    for message in (
+        "Using ModelCheckpoint with manual optimization",
+        "LightningCLI's args parameter is intended to run from within Python",
+    ):
         warnings.filterwarnings("ignore", message=message)
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+collect_ignore = ["system/two_ranks.py", "system/steady_memory.py"]  # run in processes of their own
+
 settings.register_profile(
     "andrea", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

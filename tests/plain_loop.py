@@ -1,4 +1,7 @@
-"""Training by hand in plain PyTorch: what `Trainer.fit` must equal. Nothing of the product's update is used."""
+"""Training by hand in plain PyTorch: what `Trainer.fit` must equal.
+
+Nothing of the product's update is used.
+"""
 
 import math
 from collections.abc import Callable, Sequence

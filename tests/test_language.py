@@ -33,7 +33,12 @@ def token_data(count: int = 12, **options: Any) -> TextDataModule:
     """Return documents of token ids of several lengths, three an update."""
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, 40, (3 + n % 7,), generator=generator).tolist() for n in range(count)]
-    defaults: dict[str, Any] = {"vocab_size": 40, "block_size": 8, "sequences_per_update": 3, "val_fraction": 0.0}
+    defaults: dict[str, Any] = {
+        "vocab_size": 40,
+        "block_size": 8,
+        "sequences_per_update": 3,
+        "val_fraction": 0.0,
+    }
     return TextDataModule([TextSource(name="t", kind="tokens", documents=rows)], **(defaults | options))
 
 
@@ -51,7 +56,9 @@ class TestLoss:
         torch.testing.assert_close(module.loss_sum(batch), expected)
         torch.testing.assert_close(module.sequence_losses(batch).sum(), expected)
 
-    @pytest.mark.parametrize("without", [["token_index"], ["token_index", "num_tokens"], ["token_index", "valid_mask"]])
+    @pytest.mark.parametrize(
+        "without", [["token_index"], ["token_index", "num_tokens"], ["token_index", "valid_mask"]]
+    )
     def test_optional_keys(self, without: list[str]) -> None:
         module = LanguageModule(SHAPE)
         batch = micro_batch()
@@ -122,7 +129,9 @@ class TestSchedule:
         assert rates == pytest.approx([0.5 * (1 + math.cos(math.pi * index / 4)) for index in range(4)])
 
     def test_limit_train_batches_counts(self) -> None:
-        rates = self.rates(LanguageModule(SHAPE, lr=1.0), self.windows(10), max_epochs=2, limit_train_batches=2)
+        rates = self.rates(
+            LanguageModule(SHAPE, lr=1.0), self.windows(10), max_epochs=2, limit_train_batches=2
+        )
         assert rates == pytest.approx([0.5 * (1 + math.cos(math.pi * index / 4)) for index in range(4)])
 
     def test_unknown_length(self) -> None:
@@ -139,7 +148,9 @@ class TestSchedule:
             fit(LanguageModule(SHAPE, warmup_updates=9), self.windows(10))
 
     def test_named_optimizer_and_scheduler(self) -> None:
-        shape = TransformerConfig(vocab_size=40, block_size=8, d_model=16, n_heads=2, n_layers=1, norm_weight=False)
+        shape = TransformerConfig(
+            vocab_size=40, block_size=8, d_model=16, n_heads=2, n_layers=1, norm_weight=False
+        )
         module = LanguageModule(
             shape,
             optimizer=lambda parameters: torch.optim.Muon(parameters, lr=0.1),
@@ -158,7 +169,9 @@ class TestSchedule:
             seen: list[list[int]] = []
 
             class Seen(pl.Callback):
-                def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+                def on_train_batch_start(
+                    self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+                ) -> None:
                     seen.append(sorted(n for part in batch for n in part["document_id"].tolist()))
 
             saving = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
@@ -206,7 +219,10 @@ class TestEvaluation:
         assert order == ["train", "train", "val", "train", "train", "val", "epoch"]
         network = module.network.eval()
         losses = [
-            (F.cross_entropy(network(torch.tensor([d[:-1]]))[0], torch.tensor(d[1:]), reduction="sum"), len(d) - 1)
+            (
+                F.cross_entropy(network(torch.tensor([d[:-1]]))[0], torch.tensor(d[1:]), reduction="sum"),
+                len(d) - 1,
+            )
             for d in sources[:5]
         ]
         expected = sum(float(loss.detach()) for loss, _ in losses) / sum(count for _, count in losses)
@@ -228,7 +244,11 @@ class TestEvaluation:
         texts = ["the cat sat on the mat", "the dog sat on the log"] * 20
         tokens = [data.tokenizer.encode_documents([text])[0] for text in texts]
         nll = sum(
-            float(F.cross_entropy(module(torch.tensor([t[:-1]]))[0], torch.tensor(t[1:]), reduction="sum").detach())
+            float(
+                F.cross_entropy(
+                    module(torch.tensor([t[:-1]]))[0], torch.tensor(t[1:]), reduction="sum"
+                ).detach()
+            )
             for t in tokens
         )
         expected = nll / math.log(2) / sum(len(text) for text in texts)
@@ -290,7 +310,7 @@ class TestCheckpoint:
         with pytest.raises(UserError, match="local files only"):
             read_checkpoint("https://example.com/a.ckpt")
         (tmp_path / "bad.ckpt").write_bytes(b"not a checkpoint")
-        with pytest.raises(UserError, match="cannot be loaded|not a checkpoint"):
+        with pytest.raises(UserError, match=r"bad\.ckpt is not a checkpoint that can be loaded"):
             read_checkpoint(tmp_path / "bad.ckpt")
         torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
         with pytest.raises(UserError, match="no block of andrea_pl"):
@@ -311,9 +331,7 @@ class TestGeneration:
         shape = TransformerConfig(vocab_size=280, block_size=16, d_model=16, n_heads=2, n_layers=1)
         module = LanguageModule(shape)
         module.tokenizer = TextTokenizer.train(["the cat sat on the mat " * 50], 270)
-        texts = [
-            module.generate(["", "the cat"], 12, torch.Generator().manual_seed(1)) for _ in range(2)
-        ]
+        texts = [module.generate(["", "the cat"], 12, torch.Generator().manual_seed(1)) for _ in range(2)]
         assert texts[0] == texts[1]
         assert all(isinstance(text, str) for text in texts[0])
 
@@ -331,7 +349,9 @@ def test_smoothing_changes_training_alone() -> None:
     smooth, plain = LanguageModule(SHAPE, label_smoothing=0.1), LanguageModule(SHAPE)
     smooth.load_state_dict(plain.state_dict())
     batch = micro_batch()
-    assert float(smooth.loss_sum(batch).detach()) != pytest.approx(float(plain.loss_sum(batch).detach()), rel=1e-6)
+    assert float(smooth.loss_sum(batch).detach()) != pytest.approx(
+        float(plain.loss_sum(batch).detach()), rel=1e-6
+    )
     assert torch.equal(smooth.sequence_losses(batch), plain.sequence_losses(batch))
 
 

@@ -27,7 +27,7 @@ def sequences() -> TokenizedDataset:
 
 
 def windows_of(cut: str) -> list[Window]:
-    """Return the same updates, each cut in one of several ways; the last update is a tail of three sequences."""
+    """Return the same updates, each cut in one of several ways; the last is a tail of three sequences."""
     dataset, collate = sequences(), DynamicPaddingCollator(pad_token_id=0)
     windows = []
     for number in range(UPDATES):

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -54,7 +55,7 @@ class TestTokenWeighting:
         ids=["two", "one", "other cut", "no window"],
     )
     def test_any_cut_gives_the_token_mean(self, batch: Any) -> None:
-        """transformers#24725, #34191, trl#2175; #35438, #35210: the loss is 0.693147, neither doubled nor halved."""
+        """transformers#24725, #34191, #35438, #35210, trl#2175: the loss is neither doubled nor halved."""
         _, recorder = fit(ToyU(max_norm=None), [batch])
         assert recorder.gradients[0][0].tolist() == pytest.approx([0.25, -0.25])
         assert float(recorder.reports[0]["loss"]) == pytest.approx(0.693147, abs=1e-6)
@@ -236,7 +237,7 @@ class TestWindowsAndTails:
         assert sum("shorter update" in str(each.message) for each in caught) == 1
 
     def test_max_steps_counts_updates(self) -> None:
-        """Lightning#19684, #14527: 33 batches of one by 32 are updates of 32 and 1; max_steps=1 stops after 32."""
+        """Lightning#19684, #14527: 33 batches of one by 32 are 32 and 1; max_steps=1 stops after 32."""
         _, recorder = fit(ToyU(), WindowLoader(micro_batches(33), 32))
         assert [report["tokens"] for report in recorder.reports] == [32, 1]
         trainer, recorder = fit(ToyU(), WindowLoader(micro_batches(33), 32), max_steps=1)
@@ -316,12 +317,12 @@ class TestClipping:
 
     @pytest.mark.parametrize("fused", [False, True])
     def test_scaled_gradients(self, fused: bool) -> None:
-        """Lightning#18089, #9694, #15501, #21435: under a scaler of 1024 the recorded norm is that of fp32."""
+        """Lightning#18089, #9694, #15501, #21435: under a scaler the recorded norm is that of fp32."""
         losses = []
         for plugin in (None, scaler_plugin(1024.0)):
             module = ToyU(build=lambda p: torch.optim.AdamW(p, lr=0.05, fused=fused), max_norm=0.1)
             options = {} if plugin is None else {"plugins": [plugin]}
-            trainer, recorder = fit(module, [window(A, B)] * 50, **options)
+            _, recorder = fit(module, [window(A, B)] * 50, **options)
             assert float(recorder.reports[0]["grad_norm"]) == pytest.approx(0.353553, abs=1e-6)
             assert {report["outcome"] for report in recorder.reports} == {"applied"}
             losses.append([float(report["loss"]) for report in recorder.reports])
@@ -501,7 +502,7 @@ class TestAxis:
         assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == module.updates_applied == 3
 
     def test_skipped_step_holds_the_schedule(self) -> None:
-        """Lightning#16228, pytorch#44511: first window Inf: `last_epoch` 0, skipped 1, no scheduler warning."""
+        """Lightning#16228, pytorch#44511: first window Inf: `last_epoch` 0, skipped 1, no warning."""
         module = ToyU(scheduler=halving, on_nonfinite="skip")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -587,7 +588,7 @@ class TestNonFinite:
         assert [path.name for path in (tmp_path / "saved").iterdir()] == ["epoch=0-step=1.ckpt"]
 
     def test_skip_leaves_optimizer_state(self) -> None:
-        """flaxchat#6: optimizer state bitwise unchanged after a skipped window; a clean run ends with equal weights."""
+        """flaxchat#6: a skipped window leaves optimizer state and later weights bitwise unchanged."""
         bad = Window([(torch.tensor(A), NAN)])
         results = []
         for batches in ([window(A, B), window(B)], [window(A, B), bad, window(B)]):
@@ -684,6 +685,10 @@ class TestRefusals:
         with pytest.raises(UserError, match="lr_find"):
             fit(ToyU(), [window(A)], callbacks=[LearningRateFinder()])
 
+    def test_lr_find_by_the_tuner(self) -> None:
+        with pytest.raises(UserError, match="lr_find"):
+            Tuner(build_trainer()).lr_find(ToyU(), ListLoader([window(A)]))
+
     def test_fsdp1(self) -> None:
         module = ToyU()
         trainer = build_trainer()
@@ -742,7 +747,7 @@ class TestWatching:
         results = []
         for kind in (Bare, ToyU):
             module = kind(build=lambda p: torch.optim.AdamW(p, lr=0.1), max_norm=0.1)
-            trainer, _ = fit(module, batches, logger=RowLogger())
+            fit(module, batches, logger=RowLogger())
             results.append(module.b.detach())
         assert torch.equal(results[0], results[1])
 

@@ -1,4 +1,4 @@
-"""Toy U, a unigram model of one bias vector, whose gradients are known by hand; and what it takes to train it."""
+"""Toy U, a unigram model whose gradients are known by hand, and what it takes to train it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ class ListLoader:
 
 
 class ToyU(TokenWeightedModule):
-    """Vocabulary 2, logits = b everywhere; a micro-batch is a tensor of labels, or a (labels, factor) pair."""
+    """Vocabulary 2, logits = b everywhere; a micro-batch is labels, or a pair (labels, factor)."""
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset
 from typing_extensions import override
@@ -162,6 +163,9 @@ class TextDataModule(pl.LightningDataModule):
                 f"tokens or is "
                 "held out; give more text or lower data.val_fraction"
             )
+        lost = sum(part.labelless_documents for part in self._parts["train"])
+        if lost:
+            rank_zero_info(f"{lost} documents of a single token have no label and teach nothing")
         loader = TextWindowLoader(
             reader, self.num_workers, self._pin_memory(), epoch=trainer.current_epoch if trainer else 0
         )

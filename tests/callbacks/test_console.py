@@ -46,7 +46,9 @@ def test_summary_continues_within_an_epoch(tmp_path: Any) -> None:
     straight = EpochSummary()
     fit(ToyU(), WindowLoader(ListLoader(batches), 1), callbacks=[straight])
     saving = ModelCheckpoint(tmp_path, filename="half", every_n_train_steps=2, save_top_k=-1)
-    first = build_trainer(callbacks=[EpochSummary(), saving], enable_checkpointing=True, limit_train_batches=3)
+    first = build_trainer(
+        callbacks=[EpochSummary(), saving], enable_checkpointing=True, limit_train_batches=3
+    )
     first.fit(ToyU(), WindowLoader(ListLoader(batches), 1))
     resumed = EpochSummary()
     second = build_trainer(callbacks=[resumed], max_epochs=1)
@@ -69,7 +71,10 @@ def test_bar_shows_the_last_update() -> None:
 class Writer(ToyU):
     def generate(self, prompts: list[str], max_new_tokens: int, generator: Any = None) -> list[str]:
         assert generator is not None
-        return [f"{prompt}:{max_new_tokens}:{torch.randint(100, (1,), generator=generator).item()}" for prompt in prompts]
+        return [
+            f"{prompt}:{max_new_tokens}:{torch.randint(100, (1,), generator=generator).item()}"
+            for prompt in prompts
+        ]
 
 
 def test_report_shows_a_sample(caplog: pytest.LogCaptureFixture) -> None:

@@ -31,7 +31,9 @@ class Norms(pl.Callback):
 
     @staticmethod
     def measure(module: Any) -> float:
-        return math.sqrt(sum(float(p.grad.double().square().sum()) for p in module.parameters() if p.grad is not None))
+        return math.sqrt(
+            sum(float(p.grad.double().square().sum()) for p in module.parameters() if p.grad is not None)
+        )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self.norms.append(self.measure(pl_module))
@@ -44,7 +46,9 @@ class Norms(pl.Callback):
 def run(module: Any, callbacks: list[Any], **options: Any) -> RowLogger:
     logger = RowLogger()
     torch.manual_seed(0)
-    trainer = build_trainer(callbacks=callbacks, logger=logger, limit_train_batches=8, limit_val_batches=0, **options)
+    trainer = build_trainer(
+        callbacks=callbacks, logger=logger, limit_train_batches=8, limit_val_batches=0, **options
+    )
     trainer.fit(module)
     return logger
 
@@ -135,7 +139,9 @@ class Poisoned(BoringModel):
         return DataLoader(torch.ones(8, 32))
 
 
-@pytest.mark.parametrize(("kind", "words"), [("loss", "the loss and the gradient of layer"), ("gradient", "the gradient")])
+@pytest.mark.parametrize(
+    ("kind", "words"), [("loss", "the loss and the gradient of layer"), ("gradient", "the gradient")]
+)
 def test_guard_flags_once(kind: str, words: str) -> None:
     guard = FiniteGuard()
     with warnings.catch_warnings(record=True) as caught:
@@ -155,7 +161,10 @@ def test_guard_raises_before_the_step(kind: str) -> None:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
             weights.append(pl_module.layer.weight.detach().clone())
 
-    with pytest.warns(NonFiniteWarning), pytest.raises(RuntimeError, match=r"update 3: .*weights .* as before"):
+    with (
+        pytest.warns(NonFiniteWarning),
+        pytest.raises(RuntimeError, match=r"update 3: .*weights .* as before"),
+    ):
         run(module, [FiniteGuard(action="raise"), Keep()])
     assert torch.equal(module.layer.weight.detach(), weights[-1])
 
@@ -175,7 +184,9 @@ def test_state_survives_a_checkpoint(tmp_path: Any) -> None:
     assert state["FiniteGuard"] == {"flagged": 3}
     assert state["PreClipNorm"] == {"clipped": 0.0, "counted": 4.0}
     again, counting = FiniteGuard(), PreClipNorm()
-    trainer = build_trainer(callbacks=[again, counting], limit_train_batches=4, limit_val_batches=0, max_epochs=2)
+    trainer = build_trainer(
+        callbacks=[again, counting], limit_train_batches=4, limit_val_batches=0, max_epochs=2
+    )
     trainer.fit(BoringModel(), ckpt_path=tmp_path / "a.ckpt")
     assert again.flagged == 3
     assert counting.state_dict()["counted"] == 8.0

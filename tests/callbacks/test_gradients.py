@@ -47,9 +47,9 @@ def test_large_tensor() -> None:
 
 def test_half_precision_of_a_hundred() -> None:
     """fairscale#1092: a million times 100 in float16 is 100000."""
-    assert float(gradient_norm([with_gradient(torch.full((1_000_000,), 100.0, dtype=torch.float16))])) == pytest.approx(
-        100_000.0, rel=1e-6
-    )
+    assert float(
+        gradient_norm([with_gradient(torch.full((1_000_000,), 100.0, dtype=torch.float16))])
+    ) == pytest.approx(100_000.0, rel=1e-6)
 
 
 def test_mixed_none_empty_zero_and_listed_twice() -> None:

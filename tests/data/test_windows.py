@@ -94,14 +94,14 @@ def test_two_epochs(kind: str) -> None:
     epochs = [[read(window) for window in loader] for _ in range(2)]
     for epoch in epochs:
         assert [len(window) for window in epoch] == [4, 4, 3]
-        assert sorted(sum(epoch, [])) == list(range(11))
+        assert sorted(value for window in epoch for value in window) == list(range(11))
     if kind != "in order":
         assert epochs[0] != epochs[1]
 
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_resume_at_any_window(kind: str) -> None:
-    """The state taken after any window of two epochs leads to the same windows, and so does a second resume."""
+    """A state taken after any window leads to the same windows, and so does a second resume."""
     build, read = LOADERS[kind]
     straight = [read(window) for loader in [build()] for _ in range(3) for window in loader]
     for cut in range(1, 7):

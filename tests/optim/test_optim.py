@@ -1,6 +1,7 @@
 """Parameter groups, schedules and the clip."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ def test_matrices_decay_vectors_do_not() -> None:
     assert {p.ndim for p in decaying["params"]} == {2}
     assert {p.ndim for p in others["params"]} == {1}
     assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert sum(p.numel() for group in (decaying, others) for p in group["params"]) == network.count_parameters()
+    assert (
+        sum(p.numel() for group in (decaying, others) for p in group["params"]) == network.count_parameters()
+    )
 
 
 def test_tied_and_frozen_parameters() -> None:
@@ -47,7 +50,7 @@ def test_build_optimizer() -> None:
 
 
 def test_warm_up_and_cosine() -> None:
-    """Ten updates of warm-up: the first takes a tenth, the tenth the whole rate; then half a cosine to the floor."""
+    """The first of ten takes a tenth, the tenth the whole rate; then half a cosine to the floor."""
     rates = [warmup_cosine(index, 100, 10) for index in range(101)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == rates[10] == 1.0
@@ -56,7 +59,7 @@ def test_warm_up_and_cosine() -> None:
     assert warmup_cosine(500, 100, 10) == 0.0
     assert warmup_cosine(55, 100, 10, floor=0.2) == pytest.approx(0.6)
     assert warmup_cosine(100, 100, 10, floor=0.2) == pytest.approx(0.2)
-    assert all(earlier >= later for earlier, later in zip(rates[10:], rates[11:], strict=False))
+    assert all(earlier >= later for earlier, later in pairwise(rates[10:]))
 
 
 def test_scheduler_of_the_first_seed() -> None:

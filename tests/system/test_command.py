@@ -59,7 +59,9 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Read all scalars of an event file back."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
 
 
 def log_folder(result: subprocess.CompletedProcess[str]) -> Path:
@@ -111,6 +113,9 @@ def test_fit_evaluate_generate_and_fine_tune(tiny: Path) -> None:
     assert "Tip:" not in fitted.stderr
     assert "Traceback" not in fitted.stderr
     found = scalars(Path("lightning_logs/version_0"))
+    events = EventAccumulator("lightning_logs/version_0")
+    events.Reload()
+    assert "sample/text_summary" in events.Tags()["tensors"]
     assert [step for step, _ in found["val/bits_per_byte"]] == [3, 6]
     assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4, 5, 6]
     checkpoint = str(next(Path("lightning_logs/version_0/checkpoints").glob("*.ckpt")))
@@ -134,7 +139,15 @@ def test_fit_evaluate_generate_and_fine_tune(tiny: Path) -> None:
     elsewhere.mkdir()
     (elsewhere / "only.ckpt").write_bytes(Path(checkpoint).read_bytes())
     for prompt in ("line 7", ""):
-        options = ["generate", "--ckpt_path", str(elsewhere / "only.ckpt"), "--prompt", prompt, "--max_new_tokens", "9"]
+        options = [
+            "generate",
+            "--ckpt_path",
+            str(elsewhere / "only.ckpt"),
+            "--prompt",
+            prompt,
+            "--max_new_tokens",
+            "9",
+        ]
         texts = [andrea(*options).stdout for _ in range(2)]
         assert texts[0] == texts[1]
         assert texts[0].startswith(prompt)
@@ -175,8 +188,16 @@ ERRORS: dict[str, tuple[list[str], int, list[str]]] = {
     "mistyped value": (["--model.max_norm", "high"], 2, ["max_norm", "high"]),
     "bad threshold": (["--model.max_norm", "-1"], 1, ["max_norm must be more than 0"]),
     "bad shape": (["--model.network.n_heads", "3"], 1, ["d_model must be a multiple of n_heads"]),
-    "missing text": (["--data.sources", '[{"name": "s", "paths": ["none.txt"]}]'], 1, ["none.txt", "matches"]),
-    "empty text": (["--data.sources", '[{"name": "s", "paths": ["empty.txt"]}]'], 1, ["empty.txt: empty file"]),
+    "missing text": (
+        ["--data.sources", '[{"name": "s", "paths": ["none.txt"]}]'],
+        1,
+        ["none.txt", "matches"],
+    ),
+    "empty text": (
+        ["--data.sources", '[{"name": "s", "paths": ["empty.txt"]}]'],
+        1,
+        ["empty.txt: empty file"],
+    ),
     "missing checkpoint": (["--ckpt_path", "none.ckpt"], 1, ["none.ckpt: no such checkpoint"]),
     "remote checkpoint": (["--ckpt_path", "https://example.com/x.ckpt"], 1, ["local files only"]),
     "both checkpoints": (["--ckpt_path", "a.ckpt", "--init_from", "b.ckpt"], 1, ["not both"]),
@@ -205,7 +226,13 @@ def test_local_configuration_names_max_norm() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["fit", "--config", "none.yaml"], ["fit", "--config", "https://example.com/a.yaml"], ["fly"], [], ["generate"]],
+    [
+        ["fit", "--config", "none.yaml"],
+        ["fit", "--config", "https://example.com/a.yaml"],
+        ["fly"],
+        [],
+        ["generate"],
+    ],
 )
 def test_usage_errors(arguments: list[str]) -> None:
     result = andrea(*arguments)
@@ -280,6 +307,20 @@ def test_named_optimizer_in_yaml(tiny: Path) -> None:
     assert scalars(Path("lightning_logs/version_0"))["train/lr"][0][1] == pytest.approx(0.02)
 
 
+def test_two_ranks_train_as_one(tiny: Path) -> None:
+    """`--trainer.devices 2` starts the second process itself, prepares once, and logs the same curve."""
+    curves = []
+    Path("mine.py").write_text("import lightning.pytorch as pl\n\nclass Quiet(pl.Callback):\n    pass\n")
+    trusted = ["--trust_imports", "mine", "--trainer.callbacks", "mine.Quiet"]
+    for options in ([], ["--trainer.devices", "2", "--trainer.strategy", "ddp", *trusted]):
+        result = andrea("fit", "--config", str(tiny), *options, PYTHONPATH=str(Path.cwd()))
+        assert result.returncode == 0, result.stderr
+        curves.append(scalars(log_folder(result)))
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        here, there = ([value for _, value in curve[name]] for curve in curves)
+        assert here == pytest.approx(there, rel=1e-4)
+
+
 def test_help_is_complete() -> None:
     top = andrea("--help")
     assert top.returncode == 0
@@ -287,6 +328,9 @@ def test_help_is_complete() -> None:
         assert subcommand in top.stdout
         page = andrea(subcommand, "--help")
         assert page.returncode == 0
-        words = {"generate": ["--prompt", "--top_p"], "fit": ["--init_from", "--trust_imports", "--model.max_norm"]}
+        words = {
+            "generate": ["--prompt", "--top_p"],
+            "fit": ["--init_from", "--trust_imports", "--model.max_norm"],
+        }
         for word in words.get(subcommand, ["--data.sources", "--trust_imports"]):
             assert word in page.stdout

@@ -17,7 +17,11 @@ def run(ranks: int, folder: Path) -> list[Results]:
     folder.mkdir()
     script = Path(__file__).with_name("two_ranks.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(ranks), str(folder)], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, str(script), str(ranks), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
@@ -44,7 +48,7 @@ def test_ranks_are_weighted_by_tokens(both: list[Results]) -> None:
 
 
 def test_uneven_windows(both: list[Results]) -> None:
-    """torchtitan#2206: ranks with (1, 3) and (2, 0) tokens divide by 6; classes 0 and 1 have 2 and 4 labels."""
+    """torchtitan#2206: ranks with (1, 3) and (2, 0) tokens divide by 6."""
     for results in both:
         assert results["uneven"]["gradients"][0].tolist() == pytest.approx([1 / 6, -1 / 6])
 
@@ -106,7 +110,9 @@ def test_same_run_as_one_rank(both: list[Results], alone: Results) -> None:
         assert results["language"]["norms"] == pytest.approx(alone["language"]["norms"], rel=1e-9)
         pairs = zip(results["language"]["weights"], alone["language"]["weights"], strict=True)
         assert max(float((here - there).norm() / there.norm()) for here, there in pairs) < 1e-10
-        assert results["language"]["validation"] == pytest.approx(alone["language"]["validation"], rel=1e-9, abs=0)
+        assert results["language"]["validation"] == pytest.approx(
+            alone["language"]["validation"], rel=1e-9, abs=0
+        )
 
 
 def test_window_loader_over_a_sharded_loader(both: list[Results], alone: Results) -> None:

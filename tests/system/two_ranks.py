@@ -16,7 +16,15 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from andrea_pl import LanguageModule, NonFiniteError, TextDataModule, TextSource, TransformerConfig, Window, WindowLoader
+from andrea_pl import (
+    LanguageModule,
+    NonFiniteError,
+    TextDataModule,
+    TextSource,
+    TransformerConfig,
+    Window,
+    WindowLoader,
+)
 from toy import ListLoader, Recorder, RowLogger, ToyU, build_trainer, window
 
 RANKS, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
@@ -138,7 +146,11 @@ def sharded_loader() -> dict[str, Any]:
         trainer_of().fit(ToyU(), WindowLoader(ListLoader(values), 2))
     except ValueError as error:
         refusal = str(error)
-    return {"weights": recorder.weights, "tokens": [r["tokens"] for r in recorder.reports], "refusal": refusal}
+    return {
+        "weights": recorder.weights,
+        "tokens": [r["tokens"] for r in recorder.reports],
+        "refusal": refusal,
+    }
 
 
 bad = Window([(torch.tensor(A), NAN)])

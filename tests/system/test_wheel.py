@@ -1,0 +1,71 @@
+"""The wheel and the sdist: complete, and enough to run a fit far from the checkout."""
+
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = [
+    "andrea_pl/__init__.py",
+    "andrea_pl/py.typed",
+    "andrea_pl/data/module.py",
+    "andrea_pl/network/transformer.py",
+    "andrea_pl/optim/schedules.py",
+    "andrea_callbacks/__init__.py",
+    "andrea_callbacks/py.typed",
+]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.system
+def test_wheel_and_sdist(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    files = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split("\0")
+    names = [name for name in files if name] or [
+        str(path.relative_to(ROOT))
+        for folder in ("andrea_pl", "callbacks", "configs")
+        for path in (ROOT / folder).rglob("*")
+    ] + ["pyproject.toml", "README.md", "LICENSE"]
+    for name in names:
+        if (ROOT / name).is_file() and "__pycache__" not in name:
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", cwd=source)
+    wheel = next((tmp_path / "dist").glob("*.whl"))
+    sdist = next((tmp_path / "dist").glob("*.tar.gz"))
+    configs = [path.name for path in (ROOT / "configs").glob("*.yaml")]
+    with zipfile.ZipFile(wheel) as archive:
+        packed = archive.namelist()
+    with tarfile.open(sdist) as archive:
+        sources = archive.getnames()
+    for file in FILES:
+        assert file in packed
+        assert any(name.endswith(f"/{file}") for name in sources)
+    for name in configs:
+        assert any(each.endswith(f"share/andrea_pl/configs/{name}") for each in packed)
+        assert any(each.endswith(f"/configs/{name}") for each in sources)
+    assert not any(name.startswith(("tests/", "callbacks/")) for name in packed)
+
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=True)
+    python = environment / "bin" / "python"
+    run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel, cwd=tmp_path)
+    config = environment / "share" / "andrea_pl" / "configs" / "overfit.yaml"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    said = run(environment / "bin" / "andrea", "fit", "--config", config, cwd=elsewhere)
+    assert "epoch 60: loss 0.0" in said
+    assert list((elsewhere / "runs").rglob("*.ckpt"))
