@@ -38,8 +38,7 @@ TRUSTED_IMPORTS = [
 TRUST_FLAG = "--trust_imports"
 TRUST_HELP = (
     f"A configuration may name classes of {', '.join(TRUSTED_IMPORTS)}; {TRUST_FLAG} NAME on the command "
-    f"line allows "
-    "another module or package, NAME, as well."
+    "line allows another module or package, NAME, as well."
 )
 
 EXIT_ERROR = 1
@@ -180,7 +179,7 @@ class AndreaCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Add the bar and the final report, where the user gave none of their kind."""
         config = self._get(self.config_init, "trainer", default={})
-        callbacks = config.get("callbacks") or []
+        callbacks: Any = config.get("callbacks") or []
         given = cast("list[Callback]", callbacks if isinstance(callbacks, list) else [callbacks])
         added: list[Callback] = []
         if config.get("enable_progress_bar") is not False and not any(

@@ -183,8 +183,7 @@ class LanguageModule(TokenWeightedModule):
         if not limits:
             raise UserError(
                 "the length of the cosine schedule is not known: set trainer.max_steps, or "
-                "trainer.max_epochs with a loader "
-                "that has a length, or model.schedule=constant"
+                "trainer.max_epochs with a loader that has a length, or model.schedule=constant"
             )
         return min(limits)
 
@@ -199,11 +198,9 @@ class LanguageModule(TokenWeightedModule):
     def _adopt_tokenizer(self, tokenizer: TextTokenizer) -> None:
         if self.tokenizer is not None and self.tokenizer.fingerprint != tokenizer.fingerprint:
             raise UserError(
-                f"the data's tokenizer ({tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} ids) is not "
-                f"the one that the "
-                f"weights were trained with ({self.tokenizer.fingerprint[:12]}, {self.tokenizer.vocab_size} "
-                f"ids); set "
-                "data.tokenizer to the tokenizer.json of that run"
+                f"the data's tokenizer ({tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} ids) is not the "
+                f"one that the weights were trained with ({self.tokenizer.fingerprint[:12]}, "
+                f"{self.tokenizer.vocab_size} ids); set data.tokenizer to the tokenizer.json of that run"
             )
         if tokenizer.vocab_size > self.network.config.vocab_size:
             raise UserError(
@@ -325,7 +322,7 @@ class LanguageModule(TokenWeightedModule):
         if changed:
             raise UserError(
                 f"the checkpoint is of another network ({'; '.join(changed)}); use its values in "
-                f"model.network"
+                "model.network"
             )
         if block.tokenizer is not None and self.tokenizer is None:
             self._adopt_tokenizer(block.tokenizer)

@@ -96,8 +96,7 @@ class TokenWeightedModule(pl.LightningModule):
         if max_norm is not None and not (max_norm > 0 and math.isfinite(max_norm)):
             raise UserError(
                 f"model.max_norm must be more than 0 and finite, got {max_norm}; to record the norm without "
-                f"clipping "
-                "leave it null (None)"
+                "clipping leave it null (None)"
             )
         if on_nonfinite not in ("raise", "skip"):
             raise UserError(f"model.on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r}")
@@ -129,6 +128,7 @@ class TokenWeightedModule(pl.LightningModule):
         if not window:
             raise UserError("an empty window: a loader must put at least one micro-batch into each")
         optimizer = cast(LightningOptimizer, self.optimizers())
+        optimizer.optimizer.zero_grad(set_to_none=True)  # an exception may have left half an update behind
         tokens = self._count_window(window)
         loss_sum, micro_losses = self._accumulate(window, tokens)
         self._attempt = _Attempt(
@@ -137,6 +137,10 @@ class TokenWeightedModule(pl.LightningModule):
         lr = _current_lr(optimizer.optimizer)
         self._prepare_scaler(optimizer.optimizer)
         optimizer.step()
+        if self._attempt.loss is None and self._attempt.outcome == "applied":
+            raise RuntimeError(
+                f"{type(self).__name__}.on_before_optimizer_step must call super(), which clips"
+            )
         if self._attempt.outcome == "applied":
             self._step_scheduler()
         optimizer.optimizer.zero_grad(set_to_none=True)
@@ -177,8 +181,8 @@ class TokenWeightedModule(pl.LightningModule):
         if stage == "fit" and isinstance(self.trainer.strategy, FSDPStrategy):
             raise UserError(
                 "FSDPStrategy (FSDP1) cannot run the backward passes of manual optimization; use "
-                "ModelParallelStrategy "
-                "(FSDP2), --trainer.strategy=model_parallel, with fully_shard on inner modules"
+                "ModelParallelStrategy (FSDP2), --trainer.strategy=model_parallel, with fully_shard on inner "
+                "modules"
             )
 
     @override
@@ -187,15 +191,14 @@ class TokenWeightedModule(pl.LightningModule):
         if len(self.trainer.optimizers) != 1:
             raise UserError(
                 f"{type(self).__name__} makes one step of one optimizer a window, and configure_optimizers "
-                f"gave "
-                f"{len(self.trainer.optimizers)}; put the parameters into groups of one optimizer"
+                f"gave {len(self.trainer.optimizers)}; put the parameters into groups of one optimizer"
             )
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         if len(schedulers) > 1 or any(isinstance(each, ReduceLROnPlateau) for each in schedulers):
             raise UserError(
                 f"{type(self).__name__} steps one scheduler once an update; ReduceLROnPlateau, which waits "
-                f"for a metric, "
-                "and several schedulers are not supported: use build_scheduler, LambdaLR or SequentialLR"
+                "for a metric, and several schedulers are not supported: use build_scheduler, LambdaLR or "
+                "SequentialLR"
             )
         loader = self.trainer.train_dataloader
         if isinstance(loader, WindowLoader):
@@ -246,9 +249,8 @@ class TokenWeightedModule(pl.LightningModule):
                 elif self.trainer.world_size > 1:
                     raise UserError(
                         f"loss_sum of micro-batch {number} has no graph, and on several ranks every "
-                        f"micro-batch must take "
-                        "part in the backward pass; return a sum over no label (0 with a graph) instead of "
-                        "a constant"
+                        "micro-batch must take part in the backward pass; return a sum over no label (0 with "
+                        "a graph) instead of a constant"
                     )
                 del loss
         total = torch.stack(losses).to(_widest(self.device)).sum()
@@ -279,10 +281,7 @@ class TokenWeightedModule(pl.LightningModule):
 
     def _judge(self, attempt: _Attempt, norm: Tensor) -> None:
         """Decide what becomes of an update; the one place where the host looks at its figures."""
-        divisor = (
-            attempt.tokens.clamp(min=1) if isinstance(attempt.tokens, Tensor) else max(attempt.tokens, 1)
-        )
-        attempt.loss = attempt.loss_sum / divisor
+        attempt.loss = attempt.loss_sum / _divisor(attempt.tokens)
         figures = [attempt.loss, norm.to(attempt.loss.device), torch.as_tensor(attempt.tokens)]
         device = attempt.loss.device
         row = torch.stack([each.to(device, attempt.loss.dtype) for each in figures])
@@ -333,8 +332,7 @@ class TokenWeightedModule(pl.LightningModule):
             self._publish(attempt, _current_lr(optimizer))
             raise NonFiniteError(
                 f"update {attempt.number}: {attempt.nonfinite} is not finite; {fault}. Weights, moments and "
-                f"schedule are "
-                "as they were before this update"
+                "schedule are as they were before this update"
             )
 
     def _reason_to_stop(self, attempt: _Attempt) -> str | None:
@@ -350,8 +348,7 @@ class TokenWeightedModule(pl.LightningModule):
             if self._consecutive_skips == FALLING_SCALE_UPDATES:
                 rank_zero_warn(
                     f"update {attempt.number}: the loss scale keeps falling, now {scale:g} after "
-                    f"{FALLING_SCALE_UPDATES} "
-                    "overflows in a row; check the learning rate, or use bf16-mixed"
+                    f"{FALLING_SCALE_UPDATES} overflows in a row; check the learning rate, or use bf16-mixed"
                 )
         return None
 
@@ -402,24 +399,21 @@ class TokenWeightedModule(pl.LightningModule):
         if trainer.gradient_clip_val is not None or trainer.gradient_clip_algorithm is not None:
             raise UserError(
                 "trainer.gradient_clip_val and trainer.gradient_clip_algorithm do nothing here; set "
-                "model.max_norm "
-                "(TokenWeightedModule(max_norm=…)), which clips the averaged gradient of the whole update "
-                "once"
+                "model.max_norm (TokenWeightedModule(max_norm=…)), which clips the averaged gradient of the "
+                "whole update once"
             )
         if trainer.accumulate_grad_batches != 1:
             raise UserError(
                 "trainer.accumulate_grad_batches would weigh micro-batches equally whatever their tokens; "
-                "put them into one "
-                "window: data.sequences_per_update, or WindowLoader(loader, accumulate=…)"
+                "put them into one window: data.sequences_per_update, or WindowLoader(loader, accumulate=…)"
             )
         if any(
             isinstance(each, LearningRateFinder)
             for each in cast("list[Any]", getattr(trainer, "callbacks", []))
         ):
             raise UserError(
-                "lr_find reads no loss under manual optimization and would report a rate found in NaN; try "
-                "a few values "
-                "of model.lr for some hundred updates instead"
+                "lr_find reads no loss under manual optimization and would report a rate found in NaN; try a "
+                "few values of model.lr for some hundred updates instead"
             )
 
 

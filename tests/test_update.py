@@ -665,6 +665,27 @@ class TestNonFinite:
         assert [report["outcome"] for report in recorder.reports] == ["empty", "applied"]
 
 
+class TestExceptions:
+    """An exception within an update leaves nothing behind for the next."""
+
+    def test_half_an_update_is_forgotten(self) -> None:
+        class Failing(ToyU):
+            fails = True
+
+            def loss_sum(self, micro_batch: Any) -> Tensor:
+                if isinstance(micro_batch, tuple) and self.fails:
+                    raise KeyError("out of memory, say")
+                return super().loss_sum(micro_batch)
+
+        module = Failing(max_norm=None)
+        with pytest.raises(KeyError):
+            fit(module, [Window([torch.tensor(B), (torch.tensor(A), 1.0)])])
+        assert module.b.grad is not None
+        module.fails = False
+        _, recorder = fit(module, [window(A, B)])
+        assert recorder.gradients[0][0].tolist() == pytest.approx([0.25, -0.25])
+
+
 class TestRefusals:
     """What cannot work is refused with the name of what to use."""
 
@@ -728,6 +749,14 @@ class TestRefusals:
     def test_options(self, option: str, value: Any) -> None:
         with pytest.raises(UserError, match=option):
             ToyU(**{option: value})
+
+    def test_hook_without_super(self) -> None:
+        class Overriding(ToyU):
+            def on_before_optimizer_step(self, optimizer: Any) -> None:
+                pass
+
+        with pytest.raises(RuntimeError, match=r"must call super\(\)"):
+            fit(Overriding(), [window(A)])
 
     @pytest.mark.parametrize("method", ["count_tokens", "loss_sum"])
     def test_missing_methods(self, method: str) -> None:

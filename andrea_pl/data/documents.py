@@ -129,9 +129,8 @@ def _expand(source: str, path: str) -> list[Path]:
         files = sorted(match for match in matches if match.is_file())
     if not files:
         raise UserError(
-            f"source {source!r}: nothing matches {path!r} (looked in {Path.cwd()}); give an existing file, "
-            f"a folder "
-            f"or a glob of {', '.join(SUFFIXES)}"
+            f"source {source!r}: nothing matches {path!r} (looked in {Path.cwd()}); give an existing file, a "
+            f"folder or a glob of {', '.join(SUFFIXES)}"
         )
     for file in files:
         if file.suffix not in SUFFIXES:

@@ -110,10 +110,8 @@ class TextWindowLoader:
         if state["windows_per_epoch"] != len(self):
             raise UserError(
                 f"the checkpoint's epoch has {state['windows_per_epoch']} windows, this run's has "
-                f"{len(self)}: text, "
-                "block_size or sequences_per_update changed; put them back, or start from the weights alone "
-                "with "
-                "--init_from"
+                f"{len(self)}: text, block_size or sequences_per_update changed; put them back, or start "
+                "from the weights alone with --init_from"
             )
         self._cursor.load_state_dict(state)
 

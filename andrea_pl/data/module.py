@@ -85,9 +85,8 @@ class TextDataModule(pl.LightningDataModule):
             raise UserError(f"data.num_workers must be at least 0, got {num_workers}")
         if val_fraction < 0 or test_fraction < 0 or val_fraction + test_fraction >= 1:
             raise UserError(
-                f"data.val_fraction and data.test_fraction must be at least 0 and leave something to train "
-                f"on, got "
-                f"{val_fraction} and {test_fraction}"
+                "data.val_fraction and data.test_fraction must be at least 0 and leave something to train "
+                f"on, got {val_fraction} and {test_fraction}"
             )
         self.block_size = block_size
         self.vocab_size = vocab_size
@@ -160,8 +159,7 @@ class TextDataModule(pl.LightningDataModule):
         if not len(reader.lengths):
             raise UserError(
                 f"no training sequence in {', '.join(self.source_names)}: every document has fewer than two "
-                f"tokens or is "
-                "held out; give more text or lower data.val_fraction"
+                "tokens or is held out; give more text or lower data.val_fraction"
             )
         lost = sum(part.labelless_documents for part in self._parts["train"])
         if lost:

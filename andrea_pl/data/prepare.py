@@ -134,8 +134,7 @@ def _refuse_mixture(preparation: Preparation) -> None:
     if preparation.text and len(preparation.text) < len(preparation.sources) and not preparation.tokenizer:
         raise UserError(
             "token files and text are mixed, and the tokenizer that would be learnt from the text did not "
-            "write the "
-            "token files; set data.tokenizer to the tokenizer.json that did"
+            "write the token files; set data.tokenizer to the tokenizer.json that did"
         )
 
 
@@ -234,7 +233,7 @@ def _finish(
     if not writer.documents:
         raise UserError(
             f"source {source.name!r} has no document that could be read; {len(problems.messages)} were left "
-            f"out"
+            "out"
         )
     writer.close(
         {

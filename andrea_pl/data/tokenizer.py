@@ -92,8 +92,7 @@ class TextTokenizer:
         if trained.vocab_size < vocab_size:
             warnings.warn(
                 f"the text gave {trained.vocab_size - BYTES - 1} merges where vocab_size={vocab_size} has "
-                f"room for "
-                f"{vocab_size - BYTES - 1}; the model keeps vocab_size rows, and the last "
+                f"room for {vocab_size - BYTES - 1}; the model keeps vocab_size rows, and the last "
                 f"{vocab_size - trained.vocab_size} stay unused",
                 stacklevel=2,
             )

@@ -255,8 +255,7 @@ class WindowLoader:
         if state["accumulate"] != self.accumulate:
             raise UserError(
                 f"the checkpoint was written with accumulate={state['accumulate']}, this run has "
-                f"{self.accumulate}; "
-                "windows would not line up: use the same value"
+                f"{self.accumulate}; windows would not line up: use the same value"
             )
         self._cursor.load_state_dict(state)
         self._restored = (dict(state["epoch_start"]), dict(state["now"]))
@@ -271,8 +270,7 @@ class WindowLoader:
         if self._length() == 1 and len(cast(Sized, self.loader)) < self.accumulate:
             warnings.warn(
                 f"an epoch has {len(cast(Sized, self.loader))} micro-batches and a window takes "
-                f"{self.accumulate}: "
-                "every epoch is one shorter update",
+                f"{self.accumulate}: every epoch is one shorter update",
                 stacklevel=3,
             )
 
@@ -290,10 +288,8 @@ class WindowLoader:
         if ranks > 1 and not sharded:
             raise UserError(
                 f"WindowLoader runs on {ranks} ranks and its loader is not sharded, so that all would train "
-                f"on the same "
-                "windows; give the DataLoader a torch.utils.data.DistributedSampler, or set `sharded = "
-                "True` on a loader "
-                "that shards itself"
+                "on the same windows; give the DataLoader a torch.utils.data.DistributedSampler, or set "
+                "`sharded = True` on a loader that shards itself"
             )
 
     def _generators(self) -> dict[str, torch.Generator]:

@@ -61,14 +61,13 @@ class TransformerConfig:
         if self.d_model % self.n_heads:
             raise UserError(
                 f"d_model must be a multiple of n_heads, got d_model={self.d_model} and "
-                f"n_heads={self.n_heads}; "
-                f"the nearest d_model is {max(1, round(self.d_model / self.n_heads)) * self.n_heads}"
+                f"n_heads={self.n_heads}; the nearest d_model is "
+                f"{max(1, round(self.d_model / self.n_heads)) * self.n_heads}"
             )
         if self.head_width % 2:
             raise UserError(
                 f"the head width d_model / n_heads must be even for RoPE, got {self.d_model} / "
-                f"{self.n_heads} = "
-                f"{self.head_width}; change d_model or n_heads"
+                f"{self.n_heads} = {self.head_width}; change d_model or n_heads"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout must lie in [0, 1), got {self.dropout}")

@@ -248,14 +248,12 @@ class RoPELanguageModel(nn.Module):
         if input_ids.shape[1] > self.config.block_size:
             raise UserError(
                 f"a sequence of {input_ids.shape[1]} tokens is longer than "
-                f"block_size={self.config.block_size}; "
-                "cut it or raise block_size"
+                f"block_size={self.config.block_size}; cut it or raise block_size"
             )
         if input_ids.device.type == "cpu" and input_ids.numel():
             low, high = int(input_ids.min()), int(input_ids.max())
             if low < 0 or high >= self.config.vocab_size:
                 raise UserError(
                     f"token id {low if low < 0 else high} is outside 0 … {self.config.vocab_size - 1}; "
-                    f"vocab_size "
-                    f"must be at least {high + 1}, or the text was prepared with another tokenizer"
+                    f"vocab_size must be at least {high + 1}, or the text was prepared with another tokenizer"
                 )

@@ -78,7 +78,7 @@ class FiniteGuard(ReportCallback):
             if self.action == "raise":
                 raise RuntimeError(
                     f"update {update}: {' and '.join(parts)} is not finite; weights and optimizer state are "
-                    f"as before it"
+                    "as before it"
                 )
         else:
             self.record(trainer, update, {"train/nonfinite": self.flagged})

@@ -123,8 +123,8 @@ class EpochSummary(ReportCallback):
         }
         rank_zero_info(
             f"epoch {trainer.current_epoch + 1}: loss {self.last['loss']:.4f} over {self._tokens:,} tokens "
-            f"in "
-            f"{self._updates:,} updates, last norm {self.last['last_grad_norm']:.4f}, last lr {self._lr:.2e}"
+            f"in {self._updates:,} updates, last norm {self.last['last_grad_norm']:.4f}, last lr "
+            f"{self._lr:.2e}"
         )
         figures = {f"epoch/{key}": self.last[key] for key in ("loss", "tokens", "updates")}
         self.record(trainer, trainer.global_step, figures)

@@ -278,8 +278,8 @@ def test_only_trusted_modules_are_imported(tiny: Path, where: str, name: str) ->
 
 def test_trust_is_given_by_name(tiny: Path) -> None:
     Path("mine.py").write_text(
-        "import lightning.pytorch as pl\n\nclass Hello(pl.Callback):\n"
-        "    def on_fit_start(self, trainer, pl_module):\n        print('hello from mine')\n"
+        "import lightning.pytorch as pl\n\nclass Hello(pl.Callback):\n    def on_fit_start(self, trainer, "
+        "pl_module):\n        print('hello from mine')\n"
     )
     config = yaml.safe_load(tiny.read_text())
     config["trainer"]["callbacks"] = [{"class_path": "mine.Hello"}]
