@@ -51,12 +51,15 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if "://" in path:
         raise UserError(f"{path}: checkpoints are read from local files only; download it first")
     if not Path(path).is_file():
-        raise UserError(f"{path}: no such checkpoint file; give the path of a .ckpt that andrea fit wrote")
+        inside = sorted(Path(path).rglob("*.ckpt")) if Path(path).is_dir() else []
+        hint = f"; that folder holds {inside[-1]}" if inside else ""
+        raise UserError(f"{path}: no such checkpoint file; give a .ckpt that andrea fit wrote{hint}")
     try:
         return cast(dict[str, Any], torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # torch raises several kinds; all mean that this is no checkpoint to trust
         raise UserError(
-            f"{path} is not a checkpoint that can be loaded: {str(error).splitlines()[0]}"
+            f"{path} is not a checkpoint that can be loaded ({type(error).__name__}): it is damaged, or "
+            "holds more than tensors and plain values"
         ) from error
 
 

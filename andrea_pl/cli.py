@@ -5,13 +5,13 @@ import logging
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import lightning.pytorch as pl
 import torch
 from jsonargparse import ArgumentParser, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback, ProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
@@ -26,6 +26,7 @@ from andrea_pl.update import NonFiniteError
 TRUSTED_IMPORTS = [
     "andrea_callbacks",
     "andrea_pl",
+    "lightning.fabric.plugins",
     "lightning.pytorch.callbacks",
     "lightning.pytorch.loggers",
     "lightning.pytorch.plugins",
@@ -40,6 +41,11 @@ TRUST_HELP = (
     f"A configuration may name classes of {', '.join(TRUSTED_IMPORTS)}; {TRUST_FLAG} NAME on the command "
     "line allows another module or package, NAME, as well."
 )
+
+LIBRARY_REMEDY = "Add the import path to import_path_allowlist in set_parsing_settings to allow it"
+
+LIGHTNING_KEYWORDS = ("best", "last", "hpc", "registry")
+"""What Lightning takes for a checkpoint besides a path."""
 
 EXIT_ERROR = 1
 
@@ -116,6 +122,29 @@ class KeepConfig(SaveConfigCallback):
         if trainer.loggers:
             super().setup(trainer, pl_module, stage)
 
+    @override
+    def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Keep the tokenizer beside the configuration: the cache's own follows the text when that changes."""
+        tokenizer = cast(TextDataModule, cast(Any, trainer).datamodule).tokenizer
+        if tokenizer is not None and trainer.log_dir is not None:
+            (Path(trainer.log_dir) / "tokenizer.json").write_text(tokenizer.definition, encoding="utf-8")
+
+
+class FinalCheckpoint(Callback):
+    """Saves the last update's weights where Lightning's own checkpoint, after validation, did not."""
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save, unless this update has its checkpoint."""
+        saving = trainer.checkpoint_callback
+        folder = saving.dirpath if isinstance(saving, ModelCheckpoint) else None
+        if folder is None or not trainer.global_step:
+            return
+        wanted = f"step={trainer.global_step}.ckpt"
+        has_it = any(file.name.endswith(wanted) for file in Path(folder).glob("*.ckpt"))
+        if not trainer.strategy.broadcast(has_it):
+            trainer.save_checkpoint(Path(folder) / f"epoch={trainer.current_epoch}-{wanted}")
+
 
 class CommandParser(LightningArgumentParser):
     """Keeps the list of subcommands at hand, for those that LightningCLI does not know."""
@@ -127,6 +156,17 @@ class CommandParser(LightningArgumentParser):
         """Add the list."""
         self.subcommand_action = super().add_subcommands(*args, **kwargs)
         return self.subcommand_action
+
+    @override
+    def print_usage(self, file: Any = None) -> None:
+        """Print one line instead of every option, so that an error below it can be seen."""
+        print(f"usage: {self.prog.replace(' [options]', '')} [options]", file=file)
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Say how a module is trusted, where a configuration named another."""
+        remedy = f"{TRUST_FLAG} NAME allows it, on the command line, if you trust NAME"
+        super().error(message.replace(LIBRARY_REMEDY, remedy), ex)
 
 
 class AndreaCLI(LightningCLI):
@@ -167,6 +207,7 @@ class AndreaCLI(LightningCLI):
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Say in every help what a configuration may name."""
         kwargs["epilog"] = TRUST_HELP
+        kwargs["allow_abbrev"] = False
         return super().init_parser(**kwargs)
 
     @override
@@ -188,8 +229,31 @@ class AndreaCLI(LightningCLI):
             added.append(UpdateProgressBar())
         if not any(isinstance(each, RunReport) for each in given):
             added.append(RunReport())
+        checkpoints = config.get("enable_checkpointing") is not False
+        if checkpoints and not any(isinstance(each, ModelCheckpoint) for each in given):
+            added.append(FinalCheckpoint())
         self.trainer_defaults["callbacks"] = added
-        return super().instantiate_trainer(**kwargs)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except ValueError as error:
+            raise UserError(f"the trainer refuses its options: {error}") from error
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse; `generate` goes its own way, and must be the first word."""
+        super().parse_arguments(parser, args)
+        if self.config["subcommand"] == "generate":
+            raise UserError("write andrea generate first and its options after it")
+
+    @override
+    def after_instantiate_classes(self) -> None:
+        """Prepare text with the tokenizer of the checkpoint that is continued, evaluated or fine-tuned."""
+        options = self.config_init[cast(str, self.subcommand)]
+        path = options.get("ckpt_path") or options.get("init_from")
+        if path and path not in LIGHTNING_KEYWORDS:
+            tokenizer = read_block(read_checkpoint(path), path).tokenizer
+            if tokenizer is not None:
+                cast(TextDataModule, self.datamodule).use_tokenizer(tokenizer)
 
     def before_fit(self) -> None:
         """Say how large the model is."""
@@ -209,14 +273,23 @@ class AndreaCLI(LightningCLI):
             print(f"{name}: {float(value):.6g}")
 
     def predict(self, **kwargs: Any) -> None:
-        """Write predictions as JSON lines in the trainer's root folder."""
-        batches = cast("list[list[dict[str, Any]]]", self.trainer.predict(**kwargs)) or []
+        """Write predictions as JSON lines in the trainer's root folder, those of all ranks in one file."""
         path = Path(self.trainer.default_root_dir) / "predictions.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        batches = cast("list[list[dict[str, Any]]]", self.trainer.predict(**kwargs)) or []
+        rows = [row for batch in batches for row in batch]
+        if self.trainer.world_size > 1:
+            shares: list[Any] = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(shares, rows)
+            rows = [row for share in shares for row in share]
+        if not self.trainer.is_global_zero:
+            return
+        rows.sort(key=lambda row: (row["document_id"], row["offset"]))
         data = cast(TextDataModule, self.datamodule)
         with path.open("w", encoding="utf-8") as file:
-            for row in (row for batch in batches for row in batch):
+            for row in rows:
                 file.write(json.dumps({**row, "document": data.describe(row["document_id"])}) + "\n")
-        print(f"losses of {sum(map(len, batches))} sequences: {path}")
+        print(f"losses of {len(rows)} sequences: {path}")
 
     @override
     def _parse_ckpt_path(self) -> None:
@@ -245,8 +318,16 @@ def generate_text(
         seed: The same seed writes the same text.
         device: Where the model runs, such as cpu or cuda.
     """
-    module = LanguageModule.load_from_checkpoint(ckpt_path, map_location=device)
-    generator = torch.Generator(device).manual_seed(seed)
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError("the prompt is not UTF-8; convert it") from error
+    module = LanguageModule.load_from_checkpoint(ckpt_path)
+    try:
+        module.to(device)
+        generator = torch.Generator(device).manual_seed(seed)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {device} cannot be used here: {error}") from error
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     print(prompt + module.generate([prompt], max_new_tokens, generator, sampling)[0])
 
@@ -279,7 +360,7 @@ def main(argv: list[str] | None = None) -> int:
             generate_text(**options)
         else:
             AndreaCLI(arguments)
-    except (UserError, NonFiniteError, MisconfigurationException, FileNotFoundError) as error:
+    except (UserError, NonFiniteError, MisconfigurationException, OSError, UnicodeError) as error:
         print(f"andrea: error: {error}", file=sys.stderr)
         return EXIT_ERROR
     return 0
@@ -293,6 +374,7 @@ def _quieten_lightning() -> None:
     for message in (
         "Using ModelCheckpoint with manual optimization",
         "LightningCLI's args parameter is intended to run from within Python",
+        "`isinstance",  # Lightning 2.6 on a newer torch
     ):
         warnings.filterwarnings("ignore", message=message)
 
@@ -328,11 +410,11 @@ def _load_weights(module: LanguageModule, path: str) -> None:
 
 def _check_checkpoint(path: str | None) -> None:
     """Refuse a path that Lightning would fetch, or that is not there; its own keywords pass."""
-    if path is not None and path not in ("best", "last", "hpc", "registry"):
+    if path is not None and path not in LIGHTNING_KEYWORDS:
         read_block(read_checkpoint(path), path)
 
 
 def _require_checkpoint(options: dict[str, Any]) -> None:
-    if options.get("ckpt_path") is None:
-        raise UserError("--ckpt_path is needed: without a checkpoint the weights would be random")
+    if options.get("ckpt_path") in (None, *LIGHTNING_KEYWORDS):
+        raise UserError("--ckpt_path is needed, a file: without a checkpoint the weights would be random")
     _check_checkpoint(options["ckpt_path"])

@@ -150,7 +150,7 @@ class LanguageModule(TokenWeightedModule):
         if self._optimizer is None:
             optimizer: Optimizer = build_optimizer(self.network, self._lr, self._weight_decay, self._betas)
         else:
-            optimizer = self._optimizer([each for each in self.parameters() if each.requires_grad])
+            optimizer = self._build_named_optimizer(self._optimizer)
         if self._schedule == "constant":
             return optimizer
         if self._schedule == "cosine":
@@ -158,6 +158,15 @@ class LanguageModule(TokenWeightedModule):
         else:
             scheduler = cast(SchedulerCallable, self._schedule)(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _build_named_optimizer(self, build: OptimizerCallable) -> Optimizer:
+        try:
+            return build([each for each in self.parameters() if each.requires_grad])
+        except ValueError as error:
+            hint = ""
+            if "2D" in str(error):
+                hint = "; model.network.norm_weight=false and bias=false leave matrices alone, as Muon asks"
+            raise UserError(f"model.optimizer refuses its options or parameters: {error}{hint}") from error
 
     def _lr_factor(self, index: int) -> float:
         """Return the factor for an update; the run's length matters, and is known, from the second on."""
@@ -171,6 +180,16 @@ class LanguageModule(TokenWeightedModule):
         if self._schedule == "cosine":
             self._total_updates = self._count_updates()
             check_schedule(self._total_updates, self._warmup_updates, self._lr_floor)
+            self._refresh_lr()
+
+    def _refresh_lr(self) -> None:
+        """Set the next update's rate by this run's length: a checkpoint has that of the run that wrote it."""
+        scheduler = cast(LambdaLR, self.trainer.lr_scheduler_configs[0].scheduler)
+        factor = self._lr_factor(scheduler.last_epoch)
+        rates = [base * factor for base in scheduler.base_lrs]
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            if group["lr"] != rate:
+                group["lr"] = rate
 
     def _count_updates(self) -> int:
         """Return the updates of the run: windows an epoch times epochs, no more than `max_steps`."""
@@ -200,7 +219,8 @@ class LanguageModule(TokenWeightedModule):
             raise UserError(
                 f"the data's tokenizer ({tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} ids) is not the "
                 f"one that the weights were trained with ({self.tokenizer.fingerprint[:12]}, "
-                f"{self.tokenizer.vocab_size} ids); set data.tokenizer to the tokenizer.json of that run"
+                f"{self.tokenizer.vocab_size} ids); set data.tokenizer to the tokenizer.json in that run's "
+                "log folder"
             )
         if tokenizer.vocab_size > self.network.config.vocab_size:
             raise UserError(
@@ -231,7 +251,7 @@ class LanguageModule(TokenWeightedModule):
         self.log_dict({name: value.float() for name, value in figures.items()}, prog_bar=True, logger=False)
         if not self.trainer.sanity_checking:
             buffer = scalar_buffer(self.trainer)
-            buffer.record(self.trainer.global_step, figures)
+            buffer.record(self.trainer.global_step or self.updates_applied + self.updates_skipped, figures)
             buffer.flush()
 
     @override
@@ -315,14 +335,14 @@ class LanguageModule(TokenWeightedModule):
 
     def check_block(self, block: ModelBlock) -> None:
         """Raise `UserError`, naming both values, where a checkpoint's shape or tokenizer differs."""
-        here, there = self.network.config.to_dict(), block.network.to_dict()
+        here, there = _decisive(self.network.config), _decisive(block.network)
         changed = [
             f"{key}: checkpoint {there[key]}, here {here[key]}" for key in here if here[key] != there[key]
         ]
         if changed:
             raise UserError(
-                f"the checkpoint is of another network ({'; '.join(changed)}); use its values in "
-                "model.network"
+                f"the checkpoint is of another network ({'; '.join(changed)}); use its values "
+                "(data.vocab_size gives model.network.vocab_size)"
             )
         if block.tokenizer is not None and self.tokenizer is None:
             self._adopt_tokenizer(block.tokenizer)
@@ -351,3 +371,10 @@ class LanguageModule(TokenWeightedModule):
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"])
         return module if map_location is None else module.to(map_location)
+
+
+def _decisive(config: TransformerConfig) -> dict[str, Any]:
+    """Return the fields that decide what weights compute; others may differ from a checkpoint's."""
+    free = {"dropout", "init_std", "activation_checkpointing", "block_size", "d_ff"}
+    fields = {key: value for key, value in config.to_dict().items() if key not in free}
+    return {**fields, "d_ff": config.feed_forward_width}

@@ -1,6 +1,7 @@
 """Token-weighted means, summed in float64."""
 
 import math
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +33,15 @@ class TokenMean(Metric):
         super().__init__()
         for name in ("loss_sum", "tokens", "bytes", "bytes_loss_sum"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    @override
+    def _apply(self, *args: Any, **kwargs: Any) -> "TokenMean":
+        """Follow a module to another device, but not to half precision."""
+        super()._apply(*args, **kwargs)
+        for name in self._defaults:
+            setattr(self, name, getattr(self, name).double())
+            self._defaults[name] = cast(Tensor, self._defaults[name]).double()
+        return self
 
     @override
     def update(self, loss_sum: Tensor, tokens: int | Tensor, bytes: int | Tensor | None = None) -> None:

@@ -81,7 +81,8 @@ class TokenWeightedModule(pl.LightningModule):
 
     Attributes:
         updates_applied: Updates that changed weights; equal to the scheduler's `last_epoch`.
-        updates_skipped: Updates attempted that changed nothing. Both together are `trainer.global_step`.
+        updates_skipped: Updates attempted that changed nothing. While training goes on both together are
+            `trainer.global_step`; an update that raises is counted here too.
         update_report: See `andrea_callbacks.protocols.ReportsUpdates`.
     """
 
@@ -102,6 +103,8 @@ class TokenWeightedModule(pl.LightningModule):
             raise UserError(f"model.on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r}")
         if max_consecutive_skips < 0:
             raise UserError(f"model.max_consecutive_skips must be at least 0, got {max_consecutive_skips}")
+        if min_loss_scale < 0:
+            raise UserError(f"model.min_loss_scale must be at least 0, got {min_loss_scale}")
         self.automatic_optimization = False
         self.max_norm = max_norm
         self.on_nonfinite = on_nonfinite
@@ -128,7 +131,7 @@ class TokenWeightedModule(pl.LightningModule):
         if not window:
             raise UserError("an empty window: a loader must put at least one micro-batch into each")
         optimizer = cast(LightningOptimizer, self.optimizers())
-        optimizer.optimizer.zero_grad(set_to_none=True)  # an exception may have left half an update behind
+        self.zero_grad(set_to_none=True)  # an exception may have left half an update behind
         tokens = self._count_window(window)
         loss_sum, micro_losses = self._accumulate(window, tokens)
         self._attempt = _Attempt(
@@ -143,7 +146,7 @@ class TokenWeightedModule(pl.LightningModule):
             )
         if self._attempt.outcome == "applied":
             self._step_scheduler()
-        optimizer.optimizer.zero_grad(set_to_none=True)
+        self.zero_grad(set_to_none=True)
         return self._publish(self._attempt, lr)
 
     @override
@@ -226,7 +229,7 @@ class TokenWeightedModule(pl.LightningModule):
 
     def _count_window(self, window: list[Any]) -> int | Tensor:
         """Return the label tokens of the window over all ranks."""
-        tokens = sum(self.count_tokens(micro_batch) for micro_batch in window)
+        tokens = sum(_whole(self.count_tokens(micro_batch)) for micro_batch in window)
         if self.trainer.world_size == 1:
             return tokens
         local = torch.as_tensor(tokens, dtype=torch.int64, device=self.device)
@@ -243,6 +246,11 @@ class TokenWeightedModule(pl.LightningModule):
         for number, micro_batch in enumerate(window, start=1):
             with self._synchronizing(number == len(window)):
                 loss = self.loss_sum(micro_batch)
+                if loss.ndim:
+                    raise UserError(
+                        "loss_sum must return a 0-d tensor, the sum over labels, got shape "
+                        f"{tuple(loss.shape)}; use reduction='sum'"
+                    )
                 losses.append(loss.detach())
                 if loss.requires_grad:
                     self.manual_backward(loss * scale)
@@ -419,6 +427,12 @@ class TokenWeightedModule(pl.LightningModule):
 
 def _current_lr(optimizer: Optimizer) -> float:
     return float(optimizer.param_groups[0]["lr"])
+
+
+def _whole(tokens: int | Tensor) -> int | Tensor:
+    if tokens.is_floating_point() if isinstance(tokens, Tensor) else tokens != int(tokens):
+        raise UserError(f"count_tokens must return a whole number of labels, got {tokens}")
+    return tokens
 
 
 def _divisor(tokens: int | Tensor) -> float | Tensor:

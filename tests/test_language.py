@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
 from andrea_pl import (
     DynamicPaddingCollator,
@@ -24,7 +25,7 @@ from andrea_pl import (
 from andrea_pl.checkpoint import read_block, read_checkpoint
 from andrea_pl.data import TextTokenizer
 from andrea_pl.metrics import TokenMean
-from toy import ListLoader, Recorder, RowLogger, build_trainer, fit
+from toy import ListLoader, Recorder, RowLogger, ToyU, build_trainer, fit
 
 SHAPE = TransformerConfig(vocab_size=40, block_size=8, d_model=16, n_heads=2, n_layers=1)
 
@@ -160,6 +161,39 @@ class TestSchedule:
         assert isinstance(trainer.optimizers[0], torch.optim.Muon)
         assert [report["lr"] for report in recorder.reports] == pytest.approx([0.1, 0.05, 0.025])
 
+    def test_resume_over_a_stream(self, tmp_path: Path) -> None:
+        """A loader without a length resumes at any update, though Lightning asks for one window ahead."""
+
+        class Stream(torch.utils.data.IterableDataset[Any]):
+            def __iter__(self) -> Any:
+                return iter(range(12))
+
+        def run(ckpt: Any = None) -> list[list[int]]:
+            seen: list[list[int]] = []
+
+            class Counting(ToyU):
+                def loss_sum(self, micro_batch: Any) -> torch.Tensor:
+                    return super().loss_sum(torch.tensor([0]))
+
+                def count_tokens(self, micro_batch: Any) -> int:
+                    return 1
+
+            class Seen(pl.Callback):
+                def on_train_batch_start(
+                    self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+                ) -> None:
+                    seen.append([int(part) for part in batch])
+
+            saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+            trainer = build_trainer(callbacks=[Seen(), saving], enable_checkpointing=True, max_epochs=2)
+            trainer.fit(Counting(), WindowLoader(DataLoader(Stream(), batch_size=1), 4), ckpt_path=ckpt)
+            return seen
+
+        straight = run()
+        assert straight == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]] * 2
+        for cut in range(1, 6):
+            assert run(tmp_path / f"step={cut}.ckpt") == straight[cut:], cut
+
     def test_resume_with_max_epochs_alone(self, tmp_path: Path) -> None:
         """A resume at update 2 delivers window 3 next, and ends with the straight run's weights."""
 
@@ -199,6 +233,15 @@ class TestEvaluation:
         assert metric.compute()["loss"].dtype == torch.float64
         assert "bits_per_byte" not in metric.compute()
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_sums_stay_float64_in_half_precision(self, dtype: torch.dtype) -> None:
+        module = torch.nn.ModuleList([TokenMean()]).to(dtype)
+        for _ in range(2000):
+            module[0].update(torch.tensor(300.0), 100)
+        assert float(module[0].compute()["loss"]) == 3.0
+        module[0].reset()
+        assert module[0].loss_sum.dtype == torch.float64
+
     def test_written_at_the_update_after_which_it_ran(self) -> None:
         logger = RowLogger()
         sources = token_data().preparation.sources[0].documents
@@ -210,6 +253,7 @@ class TestEvaluation:
             vocab_size=40,
             block_size=8,
             sequences_per_update=3,
+            val_fraction=0.0,
         )
         module = LanguageModule(SHAPE, lr=1e-2)
         trainer = build_trainer(logger=logger, val_check_interval=2, max_epochs=1, num_sanity_val_steps=2)
@@ -303,6 +347,20 @@ class TestCheckpoint:
         module.tokenizer = TextTokenizer.train(["xyzxyz" * 50], 260)
         with pytest.raises(UserError, match="is not the one that the weights were trained with"):
             module.check_block(read_block(read_checkpoint(path)))
+
+    def test_what_changes_no_weight_may_differ(self, tmp_path: Path) -> None:
+        _, path = self.saved(tmp_path)
+        shape = TransformerConfig(
+            vocab_size=260,
+            block_size=4,
+            d_model=16,
+            n_heads=2,
+            n_layers=1,
+            d_ff=64,
+            dropout=0.1,
+            init_std=0.5,
+        )
+        LanguageModule(shape).check_block(read_block(read_checkpoint(path)))
 
     def test_bad_files(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="no such checkpoint"):

@@ -318,14 +318,16 @@ class TestClipping:
     @pytest.mark.parametrize("fused", [False, True])
     def test_scaled_gradients(self, fused: bool) -> None:
         """Lightning#18089, #9694, #15501, #21435: under a scaler the recorded norm is that of fp32."""
-        losses = []
+        losses, norms = [], []
         for plugin in (None, scaler_plugin(1024.0)):
-            module = ToyU(build=lambda p: torch.optim.AdamW(p, lr=0.05, fused=fused), max_norm=0.1)
+            module = ToyU(build=lambda p: torch.optim.SGD(p, lr=0.5, fused=fused), max_norm=0.1)
             options = {} if plugin is None else {"plugins": [plugin]}
             _, recorder = fit(module, [window(A, B)] * 50, **options)
             assert float(recorder.reports[0]["grad_norm"]) == pytest.approx(0.353553, abs=1e-6)
             assert {report["outcome"] for report in recorder.reports} == {"applied"}
             losses.append([float(report["loss"]) for report in recorder.reports])
+            norms.append([float(report["grad_norm"]) for report in recorder.reports])
+        assert norms[1] == pytest.approx(norms[0], rel=0.02)
         assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
     @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -745,10 +747,29 @@ class TestRefusals:
         with pytest.raises(UserError, match="2; put the parameters into groups"):
             fit(Two(), [window(A)])
 
-    @pytest.mark.parametrize(("option", "value"), [("on_nonfinite", "ignore"), ("max_consecutive_skips", -1)])
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [("on_nonfinite", "ignore"), ("max_consecutive_skips", -1), ("min_loss_scale", -1.0)],
+    )
     def test_options(self, option: str, value: Any) -> None:
         with pytest.raises(UserError, match=option):
             ToyU(**{option: value})
+
+    def test_loss_must_be_a_scalar(self) -> None:
+        class Unreduced(ToyU):
+            def loss_sum(self, micro_batch: Any) -> Tensor:
+                return self.b * 1.0
+
+        with pytest.raises(UserError, match=r"0-d tensor.*got shape \(2,\)"):
+            fit(Unreduced(), [window(A)])
+
+    def test_tokens_must_be_whole(self) -> None:
+        class Half(ToyU):
+            def count_tokens(self, micro_batch: Any) -> Any:
+                return 0.5
+
+        with pytest.raises(UserError, match=r"whole number of labels, got 0\.5"):
+            fit(Half(), [window(A)])
 
     def test_hook_without_super(self) -> None:
         class Overriding(ToyU):

@@ -63,11 +63,19 @@ class TextSource:
     @property
     def is_token_file(self) -> bool:
         """Whether the source is made of raw token files, which no tokenizer of ours wrote."""
-        return self.kind == "files" and all(path.endswith(".bin") for path in self.paths)
+        if self.kind != "files":
+            return False
+        kinds = {file.suffix == ".bin" for file in self.files()}
+        if len(kinds) > 1:
+            raise UserError(
+                f"source {self.name!r} mixes .bin token files and text: give each a source of its own"
+            )
+        return kinds == {True}
 
     def settings(self) -> dict[str, Any]:
         """Return what the prepared tokens depend on, as plain values."""
-        return asdict(self)
+        paths = [str(Path(path).expanduser().absolute()) for path in self.paths]
+        return {**asdict(self), "paths": paths}
 
     def files(self) -> list[Path]:
         """Expand the paths, in a fixed order.
@@ -158,7 +166,7 @@ def _report_empty(file: Path, problems: Problems) -> None:
 
 
 def _read_text(file: Path, source: TextSource, problems: Problems) -> Iterator[Document]:
-    raw = file.read_bytes()
+    raw = file.read_bytes().replace(b"\r\n", b"\n")
     if not raw.strip():
         _report_empty(file, problems)
         return
@@ -182,13 +190,13 @@ def _read_jsonl(file: Path, source: TextSource, problems: Problems) -> Iterator[
             if not raw.strip():
                 continue
             count += 1
-            line = _decode(file, raw, number, problems)
+            line = _decode(file, raw.removeprefix(b"\xef\xbb\xbf"), number, problems)
             if line is None:
                 continue
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
-                problems.report(f"{file}:{number}", f"broken JSON ({error.msg})", "mend the line")
+            except (ValueError, RecursionError) as error:
+                problems.report(f"{file}:{number}", f"broken JSON ({error})", "mend the line")
                 continue
             text = _record_text(record, f"{file}:{number}", problems)
             if text is not None:
@@ -209,13 +217,17 @@ def _read_parquet(file: Path, source: TextSource, problems: Problems) -> Iterato
         _report_empty(file, problems)
         return
     row = 0
-    table = cast(Any, parquet).ParquetFile(file)
-    for batch in table.iter_batches(batch_size=1024):
-        for record in batch.to_pylist():
-            row += 1
-            text = _record_text(record, f"{file}:{row}", problems)
-            if text is not None:
-                yield Document(text=text, origin=str(file), line=row)
+    try:
+        table = cast(Any, parquet).ParquetFile(file)
+        for batch in table.iter_batches(batch_size=1024):
+            for record in batch.to_pylist():
+                row += 1
+                text = _record_text(record, f"{file}:{row}", problems)
+                if text is not None:
+                    yield Document(text=text, origin=str(file), line=row)
+    except (ValueError, OSError) as error:  # what pyarrow raises is one or the other
+        problems.report(f"{file}:{row + 1}", f"broken parquet ({error})", "write it again")
+        return
     if not row:
         _report_empty(file, problems)
 

@@ -1,5 +1,6 @@
 """The loader that builds windows itself: sized, lazy, resumable at any window, sharded over the ranks."""
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -99,7 +100,7 @@ class TextWindowLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, windows delivered and what the order depends on."""
-        return {**self._cursor.state_dict(), "windows_per_epoch": len(self)}
+        return {**self._cursor.state_dict(), "windows_per_epoch": len(self), "order": self._order()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where a state was taken.
@@ -113,11 +114,24 @@ class TextWindowLoader:
                 f"{len(self)}: text, block_size or sequences_per_update changed; put them back, or start "
                 "from the weights alone with --init_from"
             )
+        if state["order"] != self._order():
+            raise UserError(
+                f"the checkpoint's order of windows comes from {state['order']}, this run's from "
+                f"{self._order()}: data.seed, data.shuffle, data.sequences_per_update or the text changed; "
+                "put them back, or start from the weights alone with --init_from"
+            )
         self._cursor.load_state_dict(state)
+
+    def _order(self) -> dict[str, Any]:
+        """Return what decides which sequence comes when."""
+        lengths = hashlib.sha256(np.ascontiguousarray(self.reader.lengths).tobytes()).hexdigest()[:16]
+        return {**self.reader.sampler.settings(), "lengths": lengths}
 
 
 class MicroBatchLoader:
-    """Yields every sequence once, longest first, in micro-batches of its own; for evaluation.
+    """Yields every sequence once, in micro-batches of like lengths; for evaluation.
+
+    The micro-batches come in a fixed random order, so that the first few are a fair sample.
 
     On several ranks the micro-batches are dealt out without repeats; a rank that is short of one gets one
     without a label, so that all take equally many steps.
@@ -133,6 +147,8 @@ class MicroBatchLoader:
         self.num_workers = num_workers
         self.pin_memory = pin_memory
         cut = cut_micro_batches(reader.lengths, reader.micro_batch_tokens, reader.micro_batch_sequences)
+        order = cast("list[int]", np.random.default_rng(0).permutation(len(cut)).tolist())
+        cut = [cut[number] for number in order]
         self._share: list[list[int]] = cut[reader.rank :: reader.world_size]
         self._share += [[]] * (-(-len(cut) // reader.world_size) - len(self._share))
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 from andrea_pl.data.dataset import DynamicPaddingCollator, TokenizedDataset
 from andrea_pl.data.documents import TextSource
 from andrea_pl.data.loader import MicroBatchLoader, TextWindowLoader, WindowReader
-from andrea_pl.data.prepare import Preparation, Prepared, open_prepared, prepare
+from andrea_pl.data.prepare import Preparation, Prepared, keep_tokenizer, open_prepared, prepare
 from andrea_pl.data.tokenizer import TextTokenizer
 from andrea_pl.data.windows import EpochSampler
 from andrea_pl.errors import UserError
@@ -131,6 +131,11 @@ class TextDataModule(pl.LightningDataModule):
                 return f"{source} {place}"
         raise UserError(f"there is no document {document_id}")
 
+    def use_tokenizer(self, tokenizer: TextTokenizer) -> None:
+        """Prepare the text with the tokenizer of a checkpoint, unless `data.tokenizer` names one."""
+        if self.preparation.tokenizer is None and self.preparation.text:
+            self.preparation = keep_tokenizer(self.preparation, tokenizer)
+
     @override
     def prepare_data(self) -> None:
         """Write what is missing; Lightning calls this on one process of each machine."""
@@ -195,11 +200,15 @@ class TextDataModule(pl.LightningDataModule):
     def _held_out(self, split: Split) -> MicroBatchLoader:
         reader = self._reader(split)
         if not len(reader.lengths):
+            fraction = {"val": self.preparation.val_fraction, "test": self.preparation.test_fraction}.get(
+                split
+            )
+            remedy = f"raise data.{split}_fraction" if fraction else f"set data.{split}_fraction"
+            without = "; data.val_fraction 0 trains without" if split == "val" and fraction else ""
             raise UserError(
-                f"no document is held out for {split}: {self._count_documents()} documents are too few for "
-                f"data.{split}_fraction, or it is 0; raise it, cut files into documents with a source's "
-                f"document_separator, or give a source with split: {split}"
-                + (" (or train without: data.val_fraction 0)" if split == "val" else "")
+                f"no document is held out for {split}: data.{split}_fraction is {fraction} of "
+                f"{self._count_documents()} documents; {remedy}, cut files into documents with a source's "
+                f"document_separator, or give a source with split: {split}{without}"
             )
         return MicroBatchLoader(reader, self.num_workers, self._pin_memory())
 
@@ -229,11 +238,11 @@ class TextDataModule(pl.LightningDataModule):
             zip(self.preparation.sources, self._numbering(), strict=True)
         ):
             if source.kind == "tokens":
-                share = (
-                    source.documents if source.split in (split, "hash" if split == "train" else "") else []
-                )
                 self._refuse_foreign_ids(source)
-                part = TokenizedDataset(share, self.block_size, number, range(first, first + len(share)))
+                deal = self.preparation.split_of_tokens
+                chosen = [at for at, each in enumerate(source.documents) if deal(source, each) == split]
+                share = [source.documents[at] for at in chosen]
+                part = TokenizedDataset(share, self.block_size, number, [first + at for at in chosen])
             else:
                 documents = stores[source.name].split(split)
                 part = TokenizedDataset(documents, self.block_size, number, first + documents.documents)

@@ -1,15 +1,16 @@
 """From sources to token stores: learn the tokenizer, deal documents to splits, encode, notice changes."""
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 from tqdm import tqdm
 
@@ -17,11 +18,11 @@ from andrea_pl.data.documents import Problems, TextSource
 from andrea_pl.data.records import Document
 from andrea_pl.data.store import (
     FORMAT_VERSION,
+    SPLITS,
     StoreWriter,
     TokenStore,
     disk_error,
     fingerprint,
-    read_manifest,
     sync_and_close,
     writing_store,
 )
@@ -70,14 +71,19 @@ class Preparation:
     def folder(self) -> Path:
         """The folder that these settings own; other settings never touch it."""
         settings = [source.settings() for source in self.sources]
-        values = [self.vocab_size, self.tokenizer, self.val_fraction, self.test_fraction, self.on_error]
+        tokenizer = None if self.tokenizer is None else str(Path(self.tokenizer).expanduser().absolute())
+        values = [self.vocab_size, tokenizer, self.val_fraction, self.test_fraction, self.on_error]
         return self.cache_dir / fingerprint([FORMAT_VERSION, settings, values])
 
-    def split_of(self, source: TextSource, digest: bytes) -> str:
+    def split_of_tokens(self, source: TextSource, document: Sequence[int]) -> str:
+        """Deal a document given as ids, likewise."""
+        return self.split_of(source, _digest(repr(list(document)).encode()))
+
+    def split_of(self, source: TextSource, digest: int) -> str:
         """Deal a document to a split, by its content alone."""
         if source.split != "hash":
             return source.split
-        place = int.from_bytes(digest[:8], "big") / 2**64
+        place = digest / 2**64
         if place < self.val_fraction:
             return "val"
         return "test" if place < self.val_fraction + self.test_fraction else "train"
@@ -100,7 +106,7 @@ def prepare(preparation: Preparation) -> None:
     _refuse_mixture(preparation)
     folder = preparation.folder
     tokenizer = _prepare_tokenizer(preparation) if preparation.text else None
-    seen: Counter[bytes] = Counter()
+    seen: dict[int, str] = {}
     for source in preparation.stored:
         if source.is_token_file and preparation.tokenizer:
             tokenizer = tokenizer or TextTokenizer.load(preparation.tokenizer)
@@ -108,6 +114,10 @@ def prepare(preparation: Preparation) -> None:
         if stale:
             rank_zero_info(f"preparing source {source.name!r}: {stale}")
             _write(preparation, source, tokenizer, seen)
+        else:
+            records = TokenStore(folder / source.name).records
+            splits = [SPLITS[number] for number in cast("list[int]", records["split"].tolist())]
+            seen |= dict(zip(cast("list[int]", records["digest"].tolist()), splits, strict=True))
 
 
 def open_prepared(preparation: Preparation) -> Prepared:
@@ -123,6 +133,26 @@ def open_prepared(preparation: Preparation) -> Prepared:
         tokenizer = TextTokenizer.load(preparation.folder / "tokenizer.json")
     stores = {source.name: TokenStore(preparation.folder / source.name) for source in preparation.stored}
     return Prepared(tokenizer=tokenizer, stores=stores)
+
+
+def keep_tokenizer(preparation: Preparation, tokenizer: TextTokenizer) -> Preparation:
+    """Return a preparation with a given tokenizer, kept in the cache under its fingerprint.
+
+    Where the cache already holds the text under that very tokenizer and nothing changed, it stays as it is.
+    """
+    own = preparation.folder / "tokenizer.json"
+    mark = preparation.folder / "tokenizer.inputs"
+    inputs = fingerprint([source.fingerprint() for source in preparation.text])
+    is_current = own.exists() and mark.exists() and mark.read_text() == inputs
+    if is_current and TextTokenizer.load(own).fingerprint == tokenizer.fingerprint:
+        return preparation
+    path = preparation.cache_dir / f"tokenizer-{tokenizer.fingerprint[:16]}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, tokenizer.definition)
+    except OSError as error:
+        raise disk_error(path, error) from error
+    return replace(preparation, tokenizer=str(path))
 
 
 def _refuse_mixture(preparation: Preparation) -> None:
@@ -159,7 +189,7 @@ def _prepare_tokenizer(preparation: Preparation) -> TextTokenizer:
 
 def _replace(path: Path, text: str) -> None:
     """Write a file under a temporary name and rename it, so that its name never holds half a file."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
         file.write(text.encode())
         sync_and_close(file)
@@ -174,8 +204,8 @@ def _training_texts(preparation: Preparation) -> Iterator[str]:
                 yield document.text
 
 
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=16).digest()
+def _digest(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
 def _tokenizer_mark(source: TextSource, tokenizer: TextTokenizer | None) -> str | None:
@@ -184,10 +214,12 @@ def _tokenizer_mark(source: TextSource, tokenizer: TextTokenizer | None) -> str 
 
 def _why_stale(folder: Path, source: TextSource, tokenizer: TextTokenizer | None) -> str | None:
     """Return why a store must be written, None where it need not."""
-    try:
-        manifest = read_manifest(folder)
-    except UserError:
+    if not folder.exists():
         return "not prepared yet"
+    try:
+        manifest = TokenStore(folder).manifest
+    except UserError as error:
+        return f"what was prepared cannot be read ({error})"
     if manifest["inputs"] != source.fingerprint():
         return "its input changed"
     if manifest["tokenizer"] != _tokenizer_mark(source, tokenizer):
@@ -196,13 +228,13 @@ def _why_stale(folder: Path, source: TextSource, tokenizer: TextTokenizer | None
 
 
 def _write(
-    preparation: Preparation, source: TextSource, tokenizer: TextTokenizer | None, seen: Counter[bytes]
+    preparation: Preparation, source: TextSource, tokenizer: TextTokenizer | None, seen: dict[int, str]
 ) -> None:
     problems = Problems(preparation.on_error)
     inputs = source.fingerprint()
     vocab_size = tokenizer.vocab_size if tokenizer else preparation.vocab_size
     splits: Counter[str] = Counter()
-    repeated = 0
+    repeated = crossing = 0
     with writing_store(preparation.folder / source.name, vocab_size) as writer:
         pieces = (
             _token_pieces(source, preparation.vocab_size, problems)
@@ -213,12 +245,24 @@ def _write(
             pieces, desc=source.name, unit=" documents", disable=None, leave=False
         ):
             digest = _digest(content)
-            repeated += digest in seen
-            seen[digest] += 1
             split = preparation.split_of(source, digest)
+            repeated += digest in seen
+            crossing += seen.setdefault(digest, split) != split
             splits[split] += 1
-            writer.add(tokens, size=len(content), split=split, origin=document.origin, line=document.line)
+            writer.add(
+                tokens,
+                size=len(content),
+                split=split,
+                origin=document.origin,
+                line=document.line,
+                digest=digest,
+            )
         _finish(writer, source, tokenizer, inputs, problems, splits, repeated)
+    if crossing:
+        rank_zero_warn(
+            f"source {source.name!r}: {crossing} documents lie in another split too, because sources have a "
+            "split of their own; held-out losses will look better than they are"
+        )
 
 
 def _finish(
@@ -250,7 +294,7 @@ def _finish(
     if repeated:
         rank_zero_info(f"source {source.name!r}: {repeated} documents repeat an earlier one and were kept")
     if problems.messages:
-        first = "; ".join(problems.messages[:3])
+        first = "; ".join(problems.messages[:3]) + ("; …" if len(problems.messages) > 3 else "")
         rank_zero_info(
             f"source {source.name!r}: left out {len(problems.messages)} that could not be read: {first}"
         )

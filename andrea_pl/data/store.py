@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from andrea_pl.errors import UserError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SPLITS = ("train", "val", "test")
 
 RECORD = np.dtype(
@@ -30,7 +31,8 @@ RECORD = np.dtype(
         ("bytes", "<i8"),
         ("split", "u1"),
         ("origin", "<i4"),
-        ("line", "<i4"),
+        ("line", "<i8"),
+        ("digest", "<u8"),
     ]
 )
 
@@ -48,14 +50,19 @@ class TokenStore:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
-        self.records: NDArray[Any] = np.load(self.folder / "documents.npy", allow_pickle=False)
+        try:
+            self.records: NDArray[Any] = np.load(self.folder / "documents.npy", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{self.folder}/documents.npy cannot be read ({error}); delete {self.folder}"
+            ) from error
         dtype = np.dtype(self.manifest["dtype"])
         file = self.folder / "tokens.bin"
         expected = self.manifest["tokens"] * dtype.itemsize
-        if file.stat().st_size != expected:
+        size = file.stat().st_size if file.exists() else 0
+        if size != expected:
             raise UserError(
-                f"{file} has {file.stat().st_size} bytes where its manifest says {expected}; delete "
-                f"{self.folder}"
+                f"{file} has {size} bytes where its manifest says {expected}; delete {self.folder}"
             )
         self.tokens: NDArray[Any] = np.memmap(file, dtype=dtype, mode="r") if expected else np.empty(0, dtype)
 
@@ -107,16 +114,23 @@ class StoreWriter:
         self.documents = 0
         self.tokens = 0
         self._file: BinaryIO = (folder / "tokens.bin").open("wb")
-        self._records: list[tuple[int, int, int, int, int, int]] = []
+        self._records: list[tuple[int, ...]] = []
         self._origins: dict[str, int] = {}
 
     def add(
-        self, tokens: Sequence[int] | NDArray[Any], *, size: int, split: str, origin: str, line: int
+        self,
+        tokens: Sequence[int] | NDArray[Any],
+        *,
+        size: int,
+        split: str,
+        origin: str,
+        line: int,
+        digest: int = 0,
     ) -> None:
-        """Append one document of `size` bytes."""
+        """Append one document of `size` bytes, whose content hashes to `digest`."""
         self._file.write(np.asarray(tokens, dtype=self.dtype).tobytes())
         place = self._origins.setdefault(origin, len(self._origins))
-        self._records.append((self.tokens, len(tokens), size, SPLITS.index(split), place, line))
+        self._records.append((self.tokens, len(tokens), size, SPLITS.index(split), place, line, digest))
         self.tokens += len(tokens)
         self.documents += 1
 
@@ -158,10 +172,11 @@ def writing_store(folder: Path, vocab_size: int) -> Generator[StoreWriter]:
     Raises:
         UserError: If the disk is full or the folder cannot be written; what was there before stays.
     """
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    temporary = None
     writer = None
     try:
-        temporary.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         writer = StoreWriter(temporary, vocab_size)
         yield writer
         shutil.rmtree(folder, ignore_errors=True)
@@ -171,7 +186,8 @@ def writing_store(folder: Path, vocab_size: int) -> Generator[StoreWriter]:
     finally:
         if writer is not None:
             writer.abandon()
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def disk_error(path: Path, error: OSError) -> UserError:
@@ -190,14 +206,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         UserError: If there is none, or it is of another format.
     """
     try:
-        manifest = cast(dict[str, Any], json.loads((folder / "manifest.json").read_text(encoding="utf-8")))
-    except (OSError, json.JSONDecodeError) as error:
+        manifest: Any = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        version = manifest["format"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{folder} holds no complete token store; run andrea prepare") from error
-    if manifest.get("format") != FORMAT_VERSION:
-        raise UserError(
-            f"{folder} is of format {manifest.get('format')}, this version reads {FORMAT_VERSION}; delete it"
-        )
-    return manifest
+    if version != FORMAT_VERSION:
+        raise UserError(f"{folder} is of format {version}, this version reads {FORMAT_VERSION}; delete it")
+    return cast(dict[str, Any], manifest)
 
 
 def fingerprint(value: Any) -> str:

@@ -39,6 +39,8 @@ class TextTokenizer:
                 f"not a tokenizer definition ({error}); give a tokenizer.json of Hugging Face"
             ) from error
         self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         end_id = self._tokenizer.token_to_id(end_token)
         if end_id is None:
             raise UserError(
@@ -110,7 +112,7 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of one text, without an end-of-document token."""
-        return self._tokenizer.encode(text).ids
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of many texts, encoded in parallel, each between two end-of-document tokens.
@@ -118,7 +120,10 @@ class TextTokenizer:
         The first stands for the start of the document, so that its first word is a label like any other.
         """
         encode_batch = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
-        return [[self.end_id, *encoding.ids, self.end_id] for encoding in encode_batch(list(texts))]
+        return [
+            [self.end_id, *encoding.ids, self.end_id]
+            for encoding in encode_batch(list(texts), add_special_tokens=False)
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; special tokens give nothing, unfinished UTF-8 gives U+FFFD."""

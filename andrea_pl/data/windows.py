@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from andrea_pl.errors import UserError
 
@@ -46,6 +46,11 @@ class EpochCursor:
             self.delivered = 0
         self._restored = False
 
+    def finish(self) -> None:
+        """Count an epoch whose length nobody knew as over."""
+        self.epoch += 1
+        self.delivered = 0
+
     def state_dict(self) -> dict[str, int]:
         """Return epoch and windows delivered."""
         return {"epoch": self.epoch, "delivered": self.delivered}
@@ -67,6 +72,10 @@ class WindowSampler(Protocol):
 
     def window(self, epoch: int, index: int) -> NDArray[np.int64]:
         """Return the numbers of the sequences of one window, the same on every rank and in every worker."""
+        ...
+
+    def settings(self) -> dict[str, int | bool]:
+        """Return what the windows depend on, besides the lengths of the sequences."""
         ...
 
 
@@ -100,6 +109,11 @@ class EpochSampler:
         """Return the numbers of the sequences of one window."""
         start = index * self.sequences_per_update
         return self._epoch_order(0 if self.repeat else epoch)[start : start + self.sequences_per_update]
+
+    def settings(self) -> dict[str, int | bool]:
+        """Return what the windows depend on."""
+        names = ("count", "sequences_per_update", "seed", "shuffle", "repeat")
+        return {name: getattr(self, name) for name in names}
 
     def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
         if self._order is None or self._order[0] != epoch:
@@ -207,18 +221,28 @@ class WindowLoader:
         self._check_sharding()
         self.set_epoch(0 if self.repeat else self._cursor.epoch)
         self._prepare_generators(mid_epoch if self._cursor.delivered else between_epochs)
-        window = Window()
-        passed = self._cursor.delivered * self.accumulate
-        for number, micro_batch in enumerate(self.loader):
+        passed = self._cursor.delivered
+        for number, window in enumerate(self._windows()):
             if number < passed:
                 continue
+            if length is None:
+                # Lightning asks for one window more than it has trained on where it knows no length
+                yield window
+                self._cursor.delivered += 1
+            else:
+                self._cursor.delivered += 1
+                yield window
+        if length is None:
+            self._cursor.finish()
+
+    def _windows(self) -> Iterator[Window]:
+        window = Window()
+        for micro_batch in self.loader:
             window.append(micro_batch)
             if len(window) == self.accumulate:
-                self._cursor.delivered += 1
                 yield window
                 window = Window()
         if window:
-            self._cursor.delivered += 1
             yield window
 
     def set_epoch(self, epoch: int) -> None:
@@ -302,11 +326,14 @@ class WindowLoader:
         if loader.generator is None:
             loader.generator = self._generator
         found: dict[str, torch.Generator] = {"loader": cast(torch.Generator, loader.generator)}
-        if isinstance(loader.sampler, RandomSampler):
-            sampler = cast(Any, loader.sampler)
+        outer = cast(Any, loader)
+        samplers = {"sampler": outer.sampler, "inner": getattr(outer.batch_sampler, "sampler", None)}
+        for name, sampler in cast("dict[str, Any]", samplers).items():
+            if not hasattr(sampler, "generator"):
+                continue
             if sampler.generator is None:
                 sampler.generator = self._generator
-            found["sampler"] = sampler.generator
+            found[name] = sampler.generator
         return found
 
     def _prepare_generators(self, restored: dict[str, torch.Tensor]) -> None:

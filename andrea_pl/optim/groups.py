@@ -51,6 +51,8 @@ def build_optimizer(
     """
     if lr < 0 or weight_decay < 0:
         raise UserError(f"lr and weight_decay must be at least 0, got {lr} and {weight_decay}")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise UserError(f"betas must lie in [0, 1), got {betas}")
     groups = parameter_groups(model, weight_decay)
     if not groups:
         raise UserError("the model has no trainable parameter: set requires_grad on those to be trained")

@@ -31,7 +31,7 @@ def check_schedule(total_updates: int, warmup_updates: int, floor: float = 0.0) 
     if not 0 <= warmup_updates < total_updates:
         raise UserError(
             f"0 <= warmup_updates < total_updates is needed, got warmup_updates={warmup_updates} and "
-            f"total_updates={total_updates}; shorten the warm-up or train longer"
+            f"total_updates={total_updates}; shorten the warm-up (model.warmup_updates) or train longer"
         )
     if not 0.0 <= floor <= 1.0:
         raise UserError(f"the floor must lie in [0, 1] (a factor of the base rate), got {floor}")

@@ -1,6 +1,7 @@
 """What a person sees on the console: a bar that counts updates, and a report when the run is over."""
 
 import time
+from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -36,9 +37,10 @@ class UpdateProgressBar(TQDMProgressBar):
         if report is not None:
             self._tokens += report["tokens"]
             elapsed = time.perf_counter() - self._since
-            if elapsed >= 1.0:
+            if elapsed >= 1.0 or not self._rate:
                 self._rate = self._tokens / elapsed
-                self._tokens, self._since = 0, time.perf_counter()
+                if elapsed >= 1.0:
+                    self._tokens, self._since = 0, time.perf_counter()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
@@ -93,8 +95,8 @@ class RunReport(Callback):
         lines = [f"{trainer.global_step:,} updates done"]
         if trainer.loggers and trainer.log_dir is not None:
             lines.append(f"logs: {trainer.log_dir} (tensorboard --logdir {trainer.log_dir})")
-        saved = getattr(trainer.checkpoint_callback, "best_model_path", "")
-        if saved:
+        saved = _newest_checkpoint(trainer)
+        if saved is not None:
             lines.append(f"checkpoint: {saved}")
         rank_zero_info("\n".join(lines))
         if (
@@ -119,6 +121,12 @@ class RunReport(Callback):
             if callable(add_text):
                 samples = "\n\n".join(prompt + text for prompt, text in zip(self.prompts, texts, strict=True))
                 add_text("sample", samples, trainer.global_step)
+
+
+def _newest_checkpoint(trainer: pl.Trainer) -> Path | None:
+    folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+    files = list(Path(folder).glob("*.ckpt")) if folder else []
+    return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
 
 
 def _tensors(module: Any) -> list[Tensor]:

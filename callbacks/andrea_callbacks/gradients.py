@@ -32,8 +32,8 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the global L2 norm of the gradients.
 
     Parameters listed twice count once; those without a gradient, or with an empty one, count nothing; sparse
-    gradients count with rows added up. Mixed dtypes and devices are fine. A finite float32, bfloat16 or
-    float16 gradient has a finite norm. Autocast has no influence.
+    gradients count with rows added up, and other layouts by their dense values. Mixed dtypes and devices are
+    fine. A finite float32, bfloat16 or float16 gradient has a finite norm. Autocast has no influence.
 
     Args:
         parameters: Tensors with or without `grad`.
@@ -41,9 +41,6 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     Returns:
         0-d float64 (float32 on devices without it) on the first gradient's device, relative error under 1e-6.
         NaN or Inf when a gradient has one. Nothing waits for an accelerator.
-
-    Raises:
-        TypeError: If a gradient has a layout that is neither strided nor sparse COO.
     """
     gradients = [_values(each.grad) for each in distinct(parameters) if each.grad is not None]
     gradients = [each for each in gradients if each.numel()]
@@ -70,9 +67,7 @@ def _values(gradient: Tensor) -> Tensor:
     if gradient.layout == torch.sparse_coo:
         gradient = gradient.coalesce().values()
     elif gradient.layout != torch.strided:
-        raise TypeError(
-            f"gradients of layout {gradient.layout} have no norm here; use strided or sparse COO ones"
-        )
+        gradient = gradient.to_dense()
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient)
     if not gradient.is_contiguous():

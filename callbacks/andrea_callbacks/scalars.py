@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from typing import Any, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from typing_extensions import override
 
@@ -22,13 +23,13 @@ class ScalarBuffer:
     """
 
     def __init__(self, trainer: pl.Trainer, capacity: int = 50) -> None:
-        self.trainer = trainer
+        self._trainer = ref(trainer)  # which holds this buffer's callbacks; a cycle would keep both alive
         self.capacity = capacity
         self._steps: dict[int, dict[str, Value]] = {}
 
     def record(self, step: int, values: Mapping[str, Value]) -> None:
         """Keep scalars for a step. Tensors may stay on an accelerator; nothing waits for them here."""
-        if not self.trainer.loggers:
+        if not self._loggers():
             return
         if step not in self._steps and len(self._steps) >= self.capacity:
             self.flush()
@@ -43,8 +44,12 @@ class ScalarBuffer:
         for step, values in zip(
             sorted(steps), _to_host([steps[step] for step in sorted(steps)]), strict=True
         ):
-            for logger in self.trainer.loggers:
+            for logger in self._loggers():
                 logger.log_metrics(values, step=step)
+
+    def _loggers(self) -> list[Logger]:
+        trainer = self._trainer()
+        return [] if trainer is None else trainer.loggers
 
 
 def _to_host(rows: list[dict[str, Value]]) -> list[dict[str, float]]:

@@ -134,7 +134,13 @@ class EpochSummary(ReportCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of the unfinished epoch."""
         self._add_up()
-        return {"loss_sum": self._loss_sum, "tokens": self._tokens, "updates": self._updates}
+        return {
+            "loss_sum": self._loss_sum,
+            "tokens": self._tokens,
+            "updates": self._updates,
+            "last_grad_norm": float(self._norm),
+            "last_used_lr": self._lr,
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -142,6 +148,7 @@ class EpochSummary(ReportCallback):
         self._loss_sum, self._tokens, self._updates = (
             state_dict[key] for key in ("loss_sum", "tokens", "updates")
         )
+        self._norm, self._lr = state_dict["last_grad_norm"], state_dict["last_used_lr"]
 
     def _add_up(self) -> None:
         for loss, tokens in self._reports:

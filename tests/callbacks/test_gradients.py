@@ -69,16 +69,22 @@ def test_sparse_rows_add_up() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_unsupported_layout_is_named() -> None:
-    parameter = nn.Parameter(torch.eye(2))
-    parameter.grad = None
-    dense = torch.eye(2).to_sparse_csr()
+def test_unusual_layouts_fall_back() -> None:
+    """MONAI research#426: tensors without plain storage have the same norm."""
+    dense = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
 
     class Holder:
-        grad = dense
+        def __init__(self, grad: Tensor) -> None:
+            self.grad = grad
 
-    with pytest.raises(TypeError, match="sparse_csr"):
-        gradient_norm([Holder()])  # type: ignore[list-item]
+    for gradient in (
+        dense.to_sparse_csr(),
+        dense.to_sparse(),
+        dense.to_mkldnn(),
+        dense.expand(1, 2, 2),
+        dense.t(),
+    ):
+        assert float(gradient_norm([Holder(gradient)])) == pytest.approx(5.0)  # type: ignore[list-item]
 
 
 def test_non_contiguous_and_complex() -> None:

@@ -1,6 +1,8 @@
 """The buffer: each scalar once, at its own step, in order."""
 
+import gc
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -9,9 +11,12 @@ from lightning.pytorch.loggers import CSVLogger
 from andrea_callbacks import ScalarBuffer, scalar_buffer
 from toy import RowLogger, build_trainer
 
+TRAINERS: list[Any] = []
+
 
 def buffer_of(logger: Any, capacity: int = 3) -> ScalarBuffer:
-    return ScalarBuffer(build_trainer(logger=logger), capacity)
+    TRAINERS.append(build_trainer(logger=logger))
+    return ScalarBuffer(TRAINERS[-1], capacity)
 
 
 def test_rows_are_merged_and_ordered() -> None:
@@ -74,3 +79,12 @@ def test_non_finite_values_are_shown(value: float) -> None:
     buffer.record(1, {"loss": torch.tensor(value)})
     buffer.flush()
     assert str(logger.rows[0][1]["loss"]) == str(value)
+
+
+def test_no_trainer_is_kept_alive() -> None:
+    trainer = build_trainer(logger=RowLogger())
+    scalar_buffer(trainer).record(1, {"a": 1.0})
+    gone = ref(trainer)
+    del trainer
+    gc.collect()
+    assert gone() is None

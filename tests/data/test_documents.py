@@ -58,6 +58,22 @@ def test_jsonl(tmp_path: Path) -> None:
     assert read([path])[0] == [text for _, text in RECORDS]
 
 
+def test_marks_and_line_ends_of_windows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "hi"}\r\n')
+    (tmp_path / "a.txt").write_bytes(b"one\r\n\r\n\r\ntwo")
+    assert read([tmp_path / "a.jsonl"])[0] == ["hi"]
+    assert read([tmp_path / "a.txt"], document_separator="\n\n\n")[0] == ["one", "two"]
+
+
+def test_token_files_among_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.bin").write_bytes(b"ab")
+    with pytest.raises(UserError, match=r"mixes \.bin token files and text"):
+        _ = TextSource(name="s", paths=[str(tmp_path)]).is_token_file
+    (tmp_path / "a.txt").unlink()
+    assert TextSource(name="s", paths=[str(tmp_path)]).is_token_file
+
+
 def test_parquet(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["one", "two"]}), path)
@@ -77,6 +93,9 @@ FAULTS = {
     "turn.jsonl": (b'{"messages": [{"role": "user"}]}', r"turn\.jsonl:1: a value that should be a string"),
     "hollow.jsonl": (b'{"text": " "}', r"hollow\.jsonl:1: empty text"),
     "half.jsonl": (b'{"text": "\\ud800"}', r"half\.jsonl:1: half a surrogate pair"),
+    "digits.jsonl": (b'{"text": ' + b"9" * 5000 + b"}", r"digits\.jsonl:1: broken JSON"),
+    "deep.jsonl": (b"[" * 100_000, r"deep\.jsonl:1: broken JSON"),
+    "broken.parquet": (b"PAR1 is not enough", r"broken\.parquet:1: broken parquet"),
     "empty.parquet": (b"", r"empty\.parquet: empty file"),
 }
 

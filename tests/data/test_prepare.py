@@ -19,10 +19,7 @@ from andrea_pl.data.store import TokenStore, writing_store
 TEXTS = [f"document number {n} says that {n} times {n} is {n * n}. " * 5 for n in range(60)]
 
 
-@pytest.fixture(autouse=True)
-def quiet_merges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small texts give few merges, on purpose."""
-    monkeypatch.setattr("andrea_pl.data.tokenizer.warnings.warn", lambda *args, **kwargs: None)
+pytestmark = pytest.mark.filterwarnings("ignore:the text gave")  # small texts give few merges, on purpose
 
 
 def write(folder: Path, texts: list[str] = TEXTS) -> Path:
@@ -202,6 +199,73 @@ def test_truncated_store(tmp_path: Path) -> None:
         open_prepared(todo)
 
 
+@pytest.mark.parametrize("damage", ["documents.npy", "manifest.json", "tokens.bin"])
+def test_a_damaged_store_is_written_again(tmp_path: Path, damage: str) -> None:
+    todo = preparation(write(tmp_path), tmp_path / "cache")
+    prepare(todo)
+    whole = decoded(todo, "train")
+    (todo.folder / "s" / damage).write_bytes(b"[]")
+    prepare(todo)
+    assert decoded(todo, "train") == whole
+
+
+def test_relative_paths_of_two_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same words in two folders are two settings."""
+    folders = set()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+        monkeypatch.chdir(tmp_path / name)
+        folders.add(preparation("text.jsonl", tmp_path / "cache").folder)
+    assert len(folders) == 2
+
+
+def test_repeats_over_sources_and_splits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Repeats of a source that is prepared already count, and one on both sides is warned about."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    sources = [
+        TextSource(name="a", paths=[str(write(tmp_path / "a"))], split="train"),
+        TextSource(name="b", paths=[str(write(tmp_path / "b", TEXTS[:3]))], split="val"),
+    ]
+    tokenizer = tmp_path / "t.json"
+    prepare(preparation(None, tmp_path / "cache", sources=sources[:1]))
+    tokenizer.write_text(
+        (preparation(None, tmp_path / "cache", sources=sources[:1]).folder / "tokenizer.json").read_text()
+    )
+    todo = preparation(None, tmp_path / "cache", sources=sources, tokenizer=str(tokenizer))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="'b': 3 documents lie in another split too"):
+            prepare(todo)
+        os.utime(write(tmp_path / "b", TEXTS[:3]), ns=(5, 5))
+        assert open_prepared(todo).stores["b"].manifest["repeated"] == 3
+
+
+def test_ids_are_dealt_by_their_content() -> None:
+    documents = [[n % 50, n // 50, 1] for n in range(1000)]
+    source = TextSource(name="t", kind="tokens", documents=documents)
+    data = TextDataModule([source], vocab_size=50, val_fraction=0.2)
+    data.prepare_data()
+    data.setup()
+    held = sum(int((batch["document_id"] >= 0).sum()) for batch in data.val_dataloader())
+    trained = sum(len(mb["document_id"]) for window in data.train_dataloader() for mb in window)
+    assert held + trained == 1000
+    assert 150 < held < 250
+
+
+def test_the_first_held_out_batches_are_a_fair_sample(tmp_path: Path) -> None:
+    data = TextDataModule(
+        [TextSource(name="t", kind="tokens", documents=[[1] * n for n in range(2, 200)])],
+        vocab_size=5,
+        micro_batch_tokens=256,
+        val_fraction=0.5,
+    )
+    data.prepare_data()
+    data.setup()
+    widths = [batch["input_ids"].shape[1] for batch in data.val_dataloader()]
+    assert widths != sorted(widths, reverse=True)
+
+
 def test_token_files(tmp_path: Path) -> None:
     """nanoGPT's raw uint16, with and without a known end of document; no tokenizer is guessed."""
     tokens = np.random.default_rng(0).integers(1, 50, 20_000).astype("<u2")
@@ -272,7 +336,9 @@ def test_module_needs_something_held_out(tmp_path: Path) -> None:
     assert data.val_dataloader() == []
     (tmp_path / "one").mkdir()
     one = module_of(write(tmp_path / "one", ["a single document " * 9]), val_fraction=1e-9)
-    with pytest.raises(UserError, match=r"no document is held out for val: 1 documents .*document_separator"):
+    with pytest.raises(
+        UserError, match=r"no document is held out for val: .* of 1 documents.*document_separator"
+    ):
         one.val_dataloader()
 
 

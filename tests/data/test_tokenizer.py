@@ -53,6 +53,17 @@ def test_saved_and_loaded_elsewhere(tokenizer: TextTokenizer, tmp_path: Path) ->
     assert Tokenizer.from_file(str(path)).encode("the cat sat").ids == tokenizer.encode("the cat sat")
 
 
+def test_truncation_and_padding_are_left_out(tokenizer: TextTokenizer) -> None:
+    """Many definitions carry both; documents would lose tokens or learn padding."""
+    foreign = Tokenizer.from_str(tokenizer.definition)
+    foreign.enable_truncation(8)
+    foreign.enable_padding()
+    again = TextTokenizer(foreign.to_str())
+    texts = ["the cat sat on the mat; the dog", "a"]
+    assert again.encode_documents(texts) == tokenizer.encode_documents(texts)
+    assert again.encode(texts[0]) == tokenizer.encode(texts[0])
+
+
 def test_fewer_merges_than_asked() -> None:
     with pytest.warns(UserWarning, match="stay unused"):
         tokenizer = TextTokenizer.train(["abab"], 400)

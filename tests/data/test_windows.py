@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler
 
 from andrea_pl import TokenizedDataset, UserError, Window, WindowLoader
 from andrea_pl.data.dataset import DynamicPaddingCollator
@@ -78,6 +78,19 @@ LOADERS = {
     "text workers": (lambda: text_loader(num_workers=2), documents),
     "in order": (lambda: WindowLoader(inner_loader(), 4), values),
     "shuffled": (lambda: WindowLoader(inner_loader(shuffle=True), 4), values),
+    "batch sampler": (
+        lambda: WindowLoader(
+            DataLoader(
+                list(torch.arange(11)), batch_sampler=BatchSampler(RandomSampler(range(11)), 1, False)
+            ),
+            4,
+        ),
+        values,
+    ),
+    "subset": (
+        lambda: WindowLoader(DataLoader(list(torch.arange(11)), sampler=SubsetRandomSampler(range(11))), 4),
+        values,
+    ),
     "own generator": (
         lambda: WindowLoader(inner_loader(shuffle=True, generator=torch.Generator().manual_seed(8)), 4),
         values,
@@ -167,7 +180,7 @@ def test_a_broken_off_epoch_is_over() -> None:
     expected = [[documents(window) for window in whole][:2] for _ in range(3)]
     assert epochs == expected
     resumed = text_loader(limit=2)
-    state = {"epoch": 0, "delivered": 2, "windows_per_epoch": 3}
+    state = {**text_loader().state_dict(), "delivered": 2}
     resumed.load_state_dict(state)
     assert documents(next(iter(resumed))) == expected[1][0]
 
@@ -176,6 +189,10 @@ def test_changed_text_is_noticed() -> None:
     loader = text_loader()
     with pytest.raises(UserError, match="epoch has 5 windows, this run's has 3"):
         loader.load_state_dict({"epoch": 0, "delivered": 1, "windows_per_epoch": 5})
+    other = text_loader()
+    other.reader.sampler.seed = 2
+    with pytest.raises(UserError, match=r"'seed': 1.*'seed': 2.*data\.seed"):
+        other.load_state_dict(loader.state_dict())
     with pytest.raises(UserError, match="accumulate=2, this run has 4"):
         WindowLoader(inner_loader(), 4).load_state_dict({"epoch": 0, "delivered": 1, "accumulate": 2})
 
