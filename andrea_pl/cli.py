@@ -74,10 +74,6 @@ class CommandTrainer(pl.Trainer):
             init_from: Checkpoint to take the weights from, and nothing else, for fine-tuning.
         """
         if init_from is not None:
-            if ckpt_path is not None:
-                raise UserError(
-                    "give --ckpt_path to resume or --init_from to start from weights alone, not both"
-                )
             _load_weights(cast(LanguageModule, model), init_from)
         _check_checkpoint(ckpt_path)
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
@@ -114,20 +110,21 @@ class CommandTrainer(pl.Trainer):
 
 
 class KeepConfig(SaveConfigCallback):
-    """Saves the configuration beside the logs; without a logger there is no such place, none is saved."""
+    """Saves configuration and tokenizer beside the logs; without a logger there is no such place.
+
+    The tokenizer in the cache follows the text when that changes; the one here stays that of the run.
+    """
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Save on the first call."""
-        if trainer.loggers:
-            super().setup(trainer, pl_module, stage)
-
-    @override
-    def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Keep the tokenizer beside the configuration: the cache's own follows the text when that changes."""
+        if not trainer.loggers:
+            return
+        super().setup(trainer, pl_module, stage)
+        folder = trainer.log_dir  # all ranks must ask
         tokenizer = cast(TextDataModule, cast(Any, trainer).datamodule).tokenizer
-        if tokenizer is not None and trainer.log_dir is not None:
-            (Path(trainer.log_dir) / "tokenizer.json").write_text(tokenizer.definition, encoding="utf-8")
+        if trainer.is_global_zero and tokenizer is not None and folder is not None:
+            (Path(folder) / "tokenizer.json").write_text(tokenizer.definition, encoding="utf-8")
 
 
 class FinalCheckpoint(Callback):
@@ -143,7 +140,7 @@ class FinalCheckpoint(Callback):
         wanted = f"step={trainer.global_step}.ckpt"
         has_it = any(file.name.endswith(wanted) for file in Path(folder).glob("*.ckpt"))
         if not trainer.strategy.broadcast(has_it):
-            trainer.save_checkpoint(Path(folder) / f"epoch={trainer.current_epoch}-{wanted}")
+            trainer.save_checkpoint(Path(folder) / f"end-{wanted}")
 
 
 class CommandParser(LightningArgumentParser):
@@ -249,6 +246,8 @@ class AndreaCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         """Prepare text with the tokenizer of the checkpoint that is continued, evaluated or fine-tuned."""
         options = self.config_init[cast(str, self.subcommand)]
+        if options.get("ckpt_path") and options.get("init_from"):
+            raise UserError("give --ckpt_path to resume or --init_from to start from weights alone, not both")
         path = options.get("ckpt_path") or options.get("init_from")
         if path and path not in LIGHTNING_KEYWORDS:
             tokenizer = read_block(read_checkpoint(path), path).tokenizer

@@ -90,11 +90,12 @@ class RunReport(Callback):
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Report, on rank zero."""
+        folder = trainer.log_dir  # all ranks must ask
         if not trainer.is_global_zero:
             return
         lines = [f"{trainer.global_step:,} updates done"]
-        if trainer.loggers and trainer.log_dir is not None:
-            lines.append(f"logs: {trainer.log_dir} (tensorboard --logdir {trainer.log_dir})")
+        if trainer.loggers and folder is not None:
+            lines.append(f"logs: {folder} (tensorboard --logdir {folder})")
         saved = _newest_checkpoint(trainer)
         if saved is not None:
             lines.append(f"checkpoint: {saved}")

@@ -180,7 +180,7 @@ def test_changed_text_keeps_the_tokenizer_of_the_checkpoint(tiny: Path) -> None:
     """A run is evaluated and fine-tuned with its own tokenizer; its last update is saved."""
     first = andrea("fit", "--config", str(tiny), "--trainer.max_steps", "5")
     assert first.returncode == 0, first.stderr
-    checkpoint = log_folder(first) / "checkpoints" / "epoch=0-step=5.ckpt"
+    checkpoint = log_folder(first) / "checkpoints" / "end-step=5.ckpt"
     assert f"checkpoint: {checkpoint}" in first.stderr
     kept = (log_folder(first) / "tokenizer.json").read_text()
     text = Path("text.jsonl")
@@ -193,12 +193,12 @@ def test_changed_text_keeps_the_tokenizer_of_the_checkpoint(tiny: Path) -> None:
     assert (log_folder(result) / "tokenizer.json").read_text() == kept
     resumed = andrea("fit", "--config", str(tiny), "--ckpt_path", str(checkpoint))
     assert resumed.returncode == 1
-    assert "the text changed" in resumed.stderr
+    assert "changed; put them back" in resumed.stderr
 
 
 def test_resume_for_longer_follows_the_longer_schedule(tiny: Path) -> None:
     first = andrea("fit", "--config", str(tiny), "--trainer.max_steps", "4")
-    checkpoint = str(log_folder(first) / "checkpoints" / "epoch=0-step=4.ckpt")
+    checkpoint = str(log_folder(first) / "checkpoints" / "end-step=4.ckpt")
     resumed = andrea("fit", "--config", str(tiny), "--ckpt_path", checkpoint, "--trainer.max_steps", "8")
     assert resumed.returncode == 0, resumed.stderr
     rates = [value for _, value in scalars(log_folder(resumed))["train/lr"]]
