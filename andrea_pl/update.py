@@ -2,8 +2,8 @@
 
 training_step(window)
   count label tokens ──> all-reduce
-  each micro-batch: loss_sum ──> manual_backward(loss_sum * world_size / tokens)      gradients arrive
-  averaged optimizer.step()
+  each micro-batch: loss_sum ──> manual_backward(loss_sum * world_size / tokens)   arrives averaged
+  optimizer.step()
     ├─ callbacks' on_before_optimizer_step    read the averaged gradient before clipping
     ├─ ours: norm ──> verdict ──> clip, or set gradients to None so that the step changes nothing
     └─ the real step

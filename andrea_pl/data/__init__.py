@@ -2,8 +2,7 @@
 
 text ── documents ──> tokenizer ──> token store ──> TokenizedDataset      (prepare, once)
                                                           │
-sampler: the sequences of update k ── shard_window ── DynamicPaddingCollator ──> Window   (loader, every
-    update)
+sampler: sequences of update k ── shard_window ── DynamicPaddingCollator ──> Window   (every update)
 """
 
 from andrea_pl.data.dataset import IGNORED as IGNORED

@@ -2,9 +2,8 @@
 
 B batch, S sequence, V vocabulary, D width, H heads, K head width, N tokens in the flat list, T valid tokens.
 
-    ids (B, S) -> embedding (N, D) -> blocks: x + attention(norm(x)), x + feed_forward(norm(x)) -> norm -> (N,
-    D)
-                                                                                     output matrix -> (N, V)
+    ids (B, S) -> embedding (N, D) -> blocks (N, D) -> norm (N, D) -> output matrix (N, V)
+    block: x + attention(norm(x)), then x + feed_forward(norm(x))
 """
 
 from typing import cast
