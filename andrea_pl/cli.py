@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -378,6 +379,17 @@ def _quieten_lightning() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
+def _check_configuration(path: Path) -> None:
+    """Name a configuration file that holds nothing or no text; the parser's own words name no file."""
+    try:
+        if not path.read_text(encoding="utf-8").strip():
+            raise UserError(f"{path}: an empty configuration; start from one of the shipped configs")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: not UTF-8 (byte {error.start}); convert the file, with iconv say"
+        ) from error
+
+
 def _restrict(arguments: list[str]) -> list[str]:
     """Close what a configuration file could reach; take the names that the user trusts."""
     kept: list[str] = []
@@ -393,6 +405,10 @@ def _restrict(arguments: list[str]) -> list[str]:
             trusted.append(argument.partition("=")[2])
         else:
             kept.append(argument)
+    for before, argument in pairwise(["", *kept]):
+        path = argument.partition("=")[2] if argument.startswith("--config=") else argument
+        if (before in ("-c", "--config") or path != argument) and Path(path).is_file():
+            _check_configuration(Path(path))
     set_parsing_settings(config_read_mode_urls_enabled=False, config_read_mode_fsspec_enabled=False)
     try:
         set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=[*TRUSTED_IMPORTS, *trusted])

@@ -42,7 +42,7 @@ class SeedLoop:
     def __init__(self, model: RoPELanguageModel) -> None:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-        self.padding = 0.0
+        self.padding: list[float] = []
 
     def update(self, loader: TextWindowLoader, numbers: np.ndarray) -> None:
         """Train on the sequences that `numbers` names."""
@@ -71,7 +71,7 @@ class SeedLoop:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         norm.item()
-        self.padding = 1 - tokens / places
+        self.padding.append(1 - tokens / places)
 
 
 class SameLoop:
@@ -195,7 +195,7 @@ def main() -> None:
         rates = [count / spent for count, spent in zip(runs.tokens[kept], seconds[kept], strict=True)]
         print(f"{name:5s} median {statistics.median(rates):8.0f} valid tokens/s")
     print(
-        f"padding: seed {seed_loop.padding:.1%} (last update), fit "
+        f"padding: seed {statistics.median(seed_loop.padding[kept]):.1%}, fit "
         f"{statistics.median(runs.padding[kept]):.1%} (attention)"
     )
     for name in data.others:

@@ -200,7 +200,7 @@ def _training_texts(preparation: Preparation) -> Iterator[str]:
     problems = Problems(preparation.on_error)
     for source in preparation.text:
         for document in source.read(problems):
-            if preparation.split_of(source, _digest(document.text.encode())) == "train":
+            if preparation.split_of(source, _digest(document.content)) == "train":
                 yield document.text
 
 
@@ -241,7 +241,7 @@ def _write(
             if source.is_token_file
             else _encoded(source, cast(TextTokenizer, tokenizer), problems)
         )
-        for tokens, content, document in tqdm(
+        for tokens, size, content, document in tqdm(
             pieces, desc=source.name, unit=" documents", disable=None, leave=False
         ):
             digest = _digest(content)
@@ -251,7 +251,7 @@ def _write(
             splits[split] += 1
             writer.add(
                 tokens,
-                size=len(content),
+                size=size,
                 split=split,
                 origin=document.origin,
                 line=document.line,
@@ -300,7 +300,8 @@ def _finish(
         )
 
 
-Piece = tuple[Sequence[int] | NDArray[Any], bytes, Document]
+Piece = tuple[Sequence[int] | NDArray[Any], int, bytes, Document]
+"""Tokens, bytes of text, what decides the split, and where it came from."""
 
 
 def _encoded(source: TextSource, tokenizer: TextTokenizer, problems: Problems) -> Iterator[Piece]:
@@ -308,7 +309,7 @@ def _encoded(source: TextSource, tokenizer: TextTokenizer, problems: Problems) -
         for document, tokens in zip(
             chunk, tokenizer.encode_documents([each.text for each in chunk]), strict=True
         ):
-            yield tokens, document.text.encode(), document
+            yield tokens, len(document.text.encode()), document.content, document
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -342,7 +343,7 @@ def _token_pieces(source: TextSource, vocab_size: int, problems: Problems) -> It
             )
         for start, end in _piece_bounds(tokens, source.end_of_document):
             piece = np.array(tokens[start:end])
-            yield piece, piece.tobytes(), Document(text="", origin=str(file), line=start)
+            yield piece, piece.nbytes, piece.tobytes(), Document(text="", origin=str(file), line=start)
 
 
 def _piece_bounds(tokens: NDArray[Any], end_of_document: int | None) -> Iterator[tuple[int, int]]:

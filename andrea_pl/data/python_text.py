@@ -55,7 +55,8 @@ def _walk(node: ast.AST, name: str, origin: str) -> Iterator[Document]:
         docstring = ast.get_docstring(node)
         if docstring and len(docstring) >= _SHORTEST_DOCSTRING:
             line = getattr(node, "lineno", 1)
-            yield Document(text=f"Question: What is {name}?\nAnswer: {docstring}\n", origin=origin, line=line)
+            text = f"Question: What is {name}?\nAnswer: {docstring}\n"
+            yield Document(text=text, origin=origin, line=line, identity=docstring)
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
             continue  # no definition stands inside an expression

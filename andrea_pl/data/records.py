@@ -12,3 +12,10 @@ class Document:
     """The file, or what stands for one."""
     line: int
     """First line in the file, from 1; the row number for a table."""
+    identity: str | None = None
+    """What a repeat is known by, where the text has a frame of ours around it; the text itself when None."""
+
+    @property
+    def content(self) -> bytes:
+        """What decides the split, and what is compared to find repeats."""
+        return (self.text if self.identity is None else self.identity).encode()

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from andrea_pl.errors import UserError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SPLITS = ("train", "val", "test")
 
 RECORD = np.dtype(

@@ -158,3 +158,12 @@ def test_python_source_has_three_natures() -> None:
     assert any(document.origin.startswith("README of torch ") for document in lists)
     assert len(python_documents("all")) == len(questions) + len(prose) + len(lists)
     assert all(document.line >= 1 for document in questions)
+
+
+def test_a_docstring_under_two_names_is_one_content() -> None:
+    """The question is ours; what is held out must not be trained on under another name."""
+    by_content: dict[bytes, set[str]] = {}
+    for document in python_documents("docstrings"):
+        assert document.content.decode() in document.text
+        by_content.setdefault(document.content, set()).add(document.text)
+    assert any(len(texts) > 1 for texts in by_content.values())

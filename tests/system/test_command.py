@@ -277,6 +277,17 @@ def test_usage_errors(arguments: list[str]) -> None:
     assert "usage:" in result.stderr or "error:" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"", "an empty configuration"), (b"a: \xe9", "not UTF-8 (byte 3)")]
+)
+def test_unreadable_configuration_is_named(content: bytes, words: str) -> None:
+    Path("mine.yaml").write_bytes(content)
+    result = andrea("fit", "--config", "mine.yaml")
+    assert result.returncode == 1
+    assert f"mine.yaml: {words}" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
 def test_evaluation_wants_a_checkpoint(tiny: Path, subcommand: str) -> None:
     result = andrea(subcommand, "--config", str(tiny))
