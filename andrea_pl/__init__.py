@@ -14,5 +14,8 @@ from andrea_pl.network import Sampling as Sampling
 from andrea_pl.network import TransformerConfig as TransformerConfig
 from andrea_pl.optim import build_optimizer as build_optimizer
 from andrea_pl.optim import build_scheduler as build_scheduler
+from andrea_pl.strategies import ClipDDPStrategy as ClipDDPStrategy
+from andrea_pl.strategies import ClipModelParallelStrategy as ClipModelParallelStrategy
+from andrea_pl.strategies import ClipSingleDeviceStrategy as ClipSingleDeviceStrategy
 from andrea_pl.update import NonFiniteError as NonFiniteError
 from andrea_pl.update import TokenWeightedModule as TokenWeightedModule

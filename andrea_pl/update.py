@@ -3,40 +3,43 @@
 training_step(window)
   count label tokens ──> all-reduce
   each micro-batch: loss_sum ──> manual_backward(loss_sum * world_size / tokens)   arrives averaged
+  settle the update before, where its verdict was still on its way
   optimizer.step()
     ├─ callbacks' on_before_optimizer_step    read the averaged gradient before clipping
     ├─ ours: norm ──> verdict ──> clip, or set gradients to None so that the step changes nothing
     └─ the real step
   scheduler.step(), only if weights changed ──> zero_grad ──> report
+
+On an accelerator with a fused optimizer the verdict is the device's: a bad update has found_inf set, its step
+changes nothing, and the host reads so during the next update. Until then the schedule may be one ahead.
 """
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from andrea_callbacks.clip_norm import PreClipNorm
 from andrea_callbacks.finite import FiniteGuard
-from andrea_callbacks.gradients import first_nonfinite, gradient_norm, optimizer_parameters
+from andrea_callbacks.gradients import optimizer_parameters
 from andrea_callbacks.protocols import ClipsGradients
-from andrea_callbacks.updates import EpochSummary, UpdateLog
+from andrea_callbacks.updates import EpochSummary, UpdateLog, publish_report
+from andrea_pl.attempt import Attempt, HostCopy, ScheduleState
 from andrea_pl.data.windows import Window, WindowLoader
 from andrea_pl.errors import UserError
-from andrea_pl.optim.clipping import clip_coefficient, scale_gradients
-
-Outcome = Literal["applied", "empty", "nonfinite_skip", "scaler_skip", "nonfinite_raise"]
+from andrea_pl.optim.clipping import LARGEST, Clipper, can_hold
+from andrea_pl.strategies.synchronization import only_last_synchronizes
 
 FALLING_SCALE_UPDATES = 5
 """Consecutive overflows after which a falling loss scale is worth a warning."""
@@ -44,21 +47,6 @@ FALLING_SCALE_UPDATES = 5
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient was NaN or Inf; weights, moments and schedule are as before the update."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Attempt:
-    """What is known of the update being made."""
-
-    number: int
-    tokens: int | Tensor
-    loss_sum: Tensor
-    micro_losses: list[Tensor] = field(default_factory=list[Tensor])
-    loss: Tensor | None = None
-    norm: Tensor | None = None
-    coefficient: Tensor | None = None
-    outcome: Outcome = "applied"
-    nonfinite: str | None = None
 
 
 class TokenWeightedModule(pl.LightningModule):
@@ -83,7 +71,8 @@ class TokenWeightedModule(pl.LightningModule):
         updates_applied: Updates that changed weights; equal to the scheduler's `last_epoch`.
         updates_skipped: Updates attempted that changed nothing. While training goes on both together are
             `trainer.global_step`; an update that raises is counted here too.
-        update_report: See `andrea_callbacks.protocols.ReportsUpdates`.
+        update_report: That of the last update whose outcome is known; see
+            `andrea_callbacks.protocols.ReportsUpdates`.
     """
 
     def __init__(
@@ -114,7 +103,10 @@ class TokenWeightedModule(pl.LightningModule):
         self.updates_skipped = 0
         self.update_report: dict[str, Any] | None = None
         self._consecutive_skips = 0
-        self._attempt: _Attempt | None = None
+        self._attempt: Attempt | None = None
+        self._pending: Attempt | None = None
+        self._clipper = Clipper("torch")
+        self.register_state_dict_pre_hook(_settle_before_state)
 
     def count_tokens(self, micro_batch: Any) -> int | Tensor:
         """Return how many labels of a micro-batch count: an int, or a 0-d tensor."""
@@ -134,20 +126,28 @@ class TokenWeightedModule(pl.LightningModule):
         self.zero_grad(set_to_none=True)  # an exception may have left half an update behind
         tokens = self._count_window(window)
         loss_sum, micro_losses = self._accumulate(window, tokens)
-        self._attempt = _Attempt(
-            number=self.trainer.global_step + 1, tokens=tokens, loss_sum=loss_sum, micro_losses=micro_losses
+        self.settle_update()
+        attempt = self._attempt = Attempt(
+            number=self.trainer.global_step + 1,
+            lr=_current_lr(optimizer.optimizer),
+            tokens=tokens,
+            loss_sum=loss_sum,
+            micro_losses=micro_losses,
         )
-        lr = _current_lr(optimizer.optimizer)
         self._prepare_scaler(optimizer.optimizer)
         optimizer.step()
-        if self._attempt.loss is None and self._attempt.outcome == "applied":
+        self._attempt = None
+        if attempt.loss is None and attempt.outcome == "applied":
             raise RuntimeError(
                 f"{type(self).__name__}.on_before_optimizer_step must call super(), which clips"
             )
-        if self._attempt.outcome == "applied":
-            self._step_scheduler()
+        self._step_scheduler(attempt)
         self.zero_grad(set_to_none=True)
-        return self._publish(self._attempt, lr)
+        self._log_to_bar(attempt)
+        if attempt.is_pending:
+            self._pending = attempt
+            return self._report(attempt) | {"outcome": "pending"}
+        return self._publish(attempt)
 
     @override
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -155,20 +155,48 @@ class TokenWeightedModule(pl.LightningModule):
         attempt = self._attempt
         if attempt is None:
             return
+        strategy = self.trainer.strategy
+        hook = strategy if isinstance(strategy, ClipsGradients) else self._clipper
         with torch.autocast(self.device.type, enabled=False):
-            strategy = self.trainer.strategy
-            hook = strategy if isinstance(strategy, ClipsGradients) else None
-            parameters = optimizer_parameters(optimizer)
-            attempt.norm = hook.gradient_norm(optimizer) if hook else gradient_norm(parameters)
-            self._judge(attempt, attempt.norm)
+            loss = attempt.loss = attempt.loss_sum / _divisor(attempt.tokens)
+            norm = attempt.norm = hook.gradient_norm(optimizer)
+            if self._defers_verdict(attempt, optimizer):
+                hold = self._is_bad(loss, norm.total, attempt.tokens)
+                attempt.coefficient = hook.clip_gradients(optimizer, self._bound(), hold)
+                attempt.verdict = HostCopy(_row(loss, norm.total, attempt.tokens, attempt.coefficient))
+                return
+            self._decide(attempt, *HostCopy(_row(loss, norm.total, attempt.tokens)).read())
             if attempt.outcome == "applied":
-                attempt.coefficient = torch.ones_like(attempt.norm)
-                if self.max_norm is not None and hook:
-                    attempt.coefficient = hook.clip_gradients(optimizer, self.max_norm)
-                elif self.max_norm is not None:
-                    attempt.coefficient = clip_coefficient(attempt.norm, self.max_norm)
-                    scale_gradients(parameters, attempt.coefficient)
-        self._hold_or_raise(attempt, optimizer)
+                attempt.coefficient = hook.clip_gradients(optimizer, self._bound())
+        if attempt.outcome not in ("applied", "scaler_skip"):
+            optimizer.zero_grad(set_to_none=True)
+        self._count_skips_or_raise(attempt, optimizer)
+
+    def settle_update(self) -> None:
+        """Learn from the device what became of the last update, where that is not known yet.
+
+        Called before the next update steps, before validation, before the weights are read for a checkpoint
+        and at the end of an epoch; a CPU never has a verdict outstanding.
+
+        Raises:
+            NonFiniteError: If the update was not finite and that is to stop the run.
+        """
+        attempt, self._pending = self._pending, None
+        if attempt is None or attempt.verdict is None:
+            return
+        loss, norm, tokens, coefficient = attempt.verdict.read()
+        self._decide(attempt, loss, norm, tokens)
+        attempt.verdict = None
+        if attempt.loss is not None and attempt.norm is not None:  # callbacks need no device any more
+            attempt.loss = torch.tensor(loss, dtype=torch.float64)
+            attempt.norm = replace(attempt.norm, total=torch.tensor(norm, dtype=torch.float64))
+            attempt.coefficient = torch.tensor(coefficient, dtype=torch.float64)
+        if attempt.outcome != "applied":
+            attempt.coefficient = None
+            if attempt.schedule is not None:
+                attempt.schedule.restore()
+        self._count_skips_or_raise(attempt, None)
+        self._publish(attempt)
 
     @override
     def configure_callbacks(self) -> Sequence[Callback]:
@@ -187,6 +215,21 @@ class TokenWeightedModule(pl.LightningModule):
                 "ModelParallelStrategy (FSDP2), --trainer.strategy=model_parallel, with fully_shard on inner "
                 "modules"
             )
+        if stage == "fit" and isinstance(self.trainer.strategy, ModelParallelStrategy):
+            ranks = self.trainer.strategy.device_mesh["tensor_parallel"].size()
+            if ranks > 1:
+                raise UserError(
+                    f"{ranks} ranks of tensor parallelism work on the same text, whose tokens would be "
+                    f"counted "
+                    "as often; use trainer.strategy: clip_model_parallel, or give ModelParallelStrategy "
+                    "tensor_parallel_size: 1 and data_parallel_size: the number of ranks"
+                )
+
+    @override
+    def on_validation_model_eval(self) -> None:
+        """Finish the update before validation starts, so that its figures come first."""
+        self.settle_update()
+        super().on_validation_model_eval()
 
     @override
     def on_train_start(self) -> None:
@@ -232,8 +275,8 @@ class TokenWeightedModule(pl.LightningModule):
         tokens = sum(_whole(self.count_tokens(micro_batch)) for micro_batch in window)
         if self.trainer.world_size == 1:
             return tokens
-        local = torch.as_tensor(tokens, dtype=torch.int64, device=self.device)
-        return cast(Tensor, self.trainer.strategy.reduce(local.clone(), reduce_op="sum"))
+        local = torch.full((), 0, dtype=torch.int64, device=self.device) + tokens  # waits for no copy
+        return cast(Tensor, self.trainer.strategy.reduce(local, reduce_op="sum"))
 
     def _accumulate(self, window: list[Any], tokens: int | Tensor) -> tuple[Tensor, list[Tensor]]:
         """Run every micro-batch forward and backward, one graph at a time.
@@ -244,7 +287,7 @@ class TokenWeightedModule(pl.LightningModule):
         scale = self.trainer.world_size / _divisor(tokens)
         losses: list[Tensor] = []
         for number, micro_batch in enumerate(window, start=1):
-            with self._synchronizing(number == len(window)):
+            with only_last_synchronizes(self.trainer.strategy, number == len(window)):
                 loss = self.loss_sum(micro_batch)
                 if loss.ndim:
                     raise UserError(
@@ -266,13 +309,6 @@ class TokenWeightedModule(pl.LightningModule):
             total = cast(Tensor, self.trainer.strategy.reduce(total, reduce_op="sum"))
         return total, losses
 
-    def _synchronizing(self, is_last: bool) -> AbstractContextManager[None]:
-        """Let ranks exchange gradients on the last micro-batch alone."""
-        strategy = self.trainer.strategy
-        if is_last or not isinstance(strategy, ParallelStrategy):
-            return nullcontext()
-        return cast("AbstractContextManager[None]", strategy.block_backward_sync())
-
     def _scaler(self) -> torch.amp.GradScaler | None:
         return getattr(self.trainer.precision_plugin, "scaler", None)
 
@@ -287,25 +323,39 @@ class TokenWeightedModule(pl.LightningModule):
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             scaler.unscale_(optimizer)
 
-    def _judge(self, attempt: _Attempt, norm: Tensor) -> None:
-        """Decide what becomes of an update; the one place where the host looks at its figures."""
-        attempt.loss = attempt.loss_sum / _divisor(attempt.tokens)
-        figures = [attempt.loss, norm.to(attempt.loss.device), torch.as_tensor(attempt.tokens)]
-        device = attempt.loss.device
-        row = torch.stack([each.to(device, attempt.loss.dtype) for each in figures])
-        loss_value, norm_value, tokens = cast("list[float]", row.tolist())
+    def _bound(self) -> float:
+        return math.inf if self.max_norm is None else self.max_norm
+
+    def _reach(self, norm: Any) -> Any:
+        """Return what must lie within float32 for a norm to be one that a step can be clipped by."""
+        return norm / min(1.0, self._bound())
+
+    def _defers_verdict(self, attempt: Attempt, optimizer: Optimizer) -> bool:
+        """Say whether the device can judge the update and hold its step, so that the host need not wait."""
+        is_empty = isinstance(attempt.tokens, int) and not attempt.tokens
+        return _judges_by_itself(self.device) and not self._scaler() and can_hold(optimizer) and not is_empty
+
+    def _is_bad(self, loss: Tensor, norm: Tensor, tokens: int | Tensor) -> Tensor:
+        """Return 1 where an update must change nothing, else 0, without asking the device; see `_decide`."""
+        is_good = torch.isfinite(loss).to(norm.device) & torch.isfinite(self._reach(norm).float())
+        if isinstance(tokens, Tensor):
+            is_good &= tokens.to(norm.device) > 0
+        return (~is_good).float()
+
+    def _decide(self, attempt: Attempt, loss: float, norm: float, tokens: float) -> None:
+        """Set the outcome of an update by its figures on the host."""
         attempt.tokens = int(tokens)
         if attempt.tokens == 0:
             attempt.outcome = "empty"
             attempt.loss = attempt.norm = None
-        elif not math.isfinite(loss_value) or not math.isfinite(norm_value):
-            attempt.nonfinite = self._name_nonfinite(attempt, math.isfinite(loss_value))
-            if self._scaler() is not None and math.isfinite(loss_value):
+        elif not math.isfinite(loss) or not self._reach(norm) <= LARGEST:
+            attempt.nonfinite = self._name_nonfinite(attempt, math.isfinite(loss))
+            if self._scaler() is not None and math.isfinite(loss):
                 attempt.outcome = "scaler_skip"
             else:
                 attempt.outcome = "nonfinite_skip" if self.on_nonfinite == "skip" else "nonfinite_raise"
 
-    def _name_nonfinite(self, attempt: _Attempt, is_loss_finite: bool) -> str:
+    def _name_nonfinite(self, attempt: Attempt, is_loss_finite: bool) -> str:
         parts: list[str] = []
         if not is_loss_finite:
             values = cast("list[float]", torch.stack(attempt.micro_losses).tolist())
@@ -318,32 +368,44 @@ class TokenWeightedModule(pl.LightningModule):
                 else "another rank's micro-batch"
             )
             parts.append(f"the loss of {of}")
-        parameter = first_nonfinite(self)
+        parameter = self._first_nonfinite(attempt)
         if parameter is not None:
             parts.append(f"the gradient of {parameter}")
         return " and ".join(parts) or "the norm of the gradients"
 
-    def _hold_or_raise(self, attempt: _Attempt, optimizer: Optimizer) -> None:
-        """Keep an update that must not count from changing anything, and stop where that is the policy."""
+    def _first_nonfinite(self, attempt: Attempt) -> str | None:
+        """Return the name of the first parameter with a NaN or Inf in its gradient."""
+        if attempt.norm is None:
+            return None
+        counts = cast("list[float]", attempt.norm.nonfinite.tolist())
+        bad = {id(each) for each, count in zip(attempt.norm.parameters, counts, strict=True) if count}
+        return next((name for name, each in self.named_parameters() if id(each) in bad), None)
+
+    def _count_skips_or_raise(self, attempt: Attempt, optimizer: Optimizer | None) -> None:
+        """Count updates skipped in a row, and stop where that is the policy.
+
+        Args:
+            attempt: The update, whose outcome is known.
+            optimizer: Has its gradients set to None before an error, if it has not stepped yet.
+        """
         if attempt.outcome == "applied":
             self._consecutive_skips = 0
-            return
-        if attempt.outcome != "scaler_skip":
-            optimizer.zero_grad(set_to_none=True)
-        if attempt.outcome == "empty":
+        if attempt.outcome in ("applied", "empty"):
             return
         self._consecutive_skips += 1
         fault = self._reason_to_stop(attempt)
         if fault is not None:
             attempt.outcome = "nonfinite_raise"
-            optimizer.zero_grad(set_to_none=True)
-            self._publish(attempt, _current_lr(optimizer))
+            if optimizer is not None:
+                optimizer.zero_grad(set_to_none=True)
+            self._attempt = None
+            self._publish(attempt)
             raise NonFiniteError(
                 f"update {attempt.number}: {attempt.nonfinite} is not finite; {fault}. Weights, moments and "
                 "schedule are as they were before this update"
             )
 
-    def _reason_to_stop(self, attempt: _Attempt) -> str | None:
+    def _reason_to_stop(self, attempt: Attempt) -> str | None:
         scaler = self._scaler()
         if attempt.outcome == "nonfinite_raise":
             return "model.on_nonfinite is 'raise' ('skip' would pass over such updates)"
@@ -360,46 +422,50 @@ class TokenWeightedModule(pl.LightningModule):
                 )
         return None
 
-    def _step_scheduler(self) -> None:
+    def _step_scheduler(self, attempt: Attempt) -> None:
+        """Move the schedule if weights changed, or if that is likely and not known yet."""
         scheduler = cast(Any, self.lr_schedulers())
-        if scheduler is not None:
-            scheduler.step()
+        if scheduler is None or attempt.outcome != "applied":
+            return
+        if attempt.is_pending:
+            attempt.schedule = ScheduleState(scheduler)
+        scheduler.step()
 
-    def _publish(self, attempt: _Attempt, lr: float) -> dict[str, Any]:
-        """Count the update, keep its report, and feed the bar and the monitors."""
+    def _log_to_bar(self, attempt: Attempt) -> None:
+        """Feed Lightning's bar and monitors."""
+        if attempt.loss is not None and attempt.norm is not None:
+            for key, value in (("loss", attempt.loss), ("grad_norm", attempt.norm.total)):
+                # the mean over an epoch, which batch_size is for, is the summary's business
+                self.log(f"train/{key}", value.float(), prog_bar=True, logger=False, batch_size=1)
+
+    def _publish(self, attempt: Attempt) -> dict[str, Any]:
+        """Count the update, keep its report and hand it to the callbacks."""
         if attempt.outcome == "applied":
             self.updates_applied += 1
         else:
             self.updates_skipped += 1
-        clipped = None
-        if attempt.norm is not None and attempt.coefficient is not None:
-            clipped = attempt.norm * attempt.coefficient
+        self.update_report = self._report(attempt)
+        publish_report(self.trainer, self.update_report)
+        return self.update_report
+
+    def _report(self, attempt: Attempt) -> dict[str, Any]:
         scaler = self._scaler()
+        norm = None if attempt.norm is None else attempt.norm.total
+        clipped = None if norm is None or attempt.coefficient is None else norm * attempt.coefficient
         report = {
             "update": attempt.number,
             "loss": attempt.loss,
             "tokens": attempt.tokens,
-            "grad_norm": attempt.norm,
+            "grad_norm": norm,
             "grad_norm_clipped": clipped,
             "clip_coefficient": attempt.coefficient,
-            "lr": lr,
+            "lr": attempt.lr,
             "outcome": attempt.outcome,
             "skipped": self.updates_skipped,
             "loss_scale": None if scaler is None else scaler.get_scale(),
             "nonfinite": attempt.nonfinite,
         }
-        self.update_report = {key: value for key, value in report.items() if value is not None}
-        self._attempt = None
-        if attempt.loss is not None and attempt.outcome != "nonfinite_raise":
-            for key in ("loss", "grad_norm"):
-                self.log(
-                    f"train/{key}",
-                    cast(Tensor, report[key]).float(),
-                    prog_bar=True,
-                    logger=False,
-                    batch_size=max(cast(int, attempt.tokens), 1),
-                )
-        return self.update_report
+        return {key: value for key, value in report.items() if value is not None}
 
     def _refuse_trainer_options(self) -> None:
         """Refuse trainer options that would act on each batch, and say what to use instead."""
@@ -423,6 +489,29 @@ class TokenWeightedModule(pl.LightningModule):
                 "lr_find reads no loss under manual optimization and would report a rate found in NaN; try a "
                 "few values of model.lr for some hundred updates instead"
             )
+
+
+def _settle_before_state(module: nn.Module, *_: Any) -> None:
+    """Let no checkpoint be written of weights whose last update is not judged yet."""
+    cast(TokenWeightedModule, module).settle_update()
+
+
+def _judges_by_itself(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def _row(*figures: Tensor | int) -> Tensor:
+    """Return numbers side by side on the first one's device, in the widest type that it has."""
+    device = cast(Tensor, figures[0]).device
+    wide = _widest(device)
+    return torch.stack(
+        [
+            each.to(device, wide)
+            if isinstance(each, Tensor)
+            else torch.full((), each, dtype=wide, device=device)
+            for each in figures
+        ]
+    )
 
 
 def _current_lr(optimizer: Optimizer) -> float:

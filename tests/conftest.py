@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, settings
 
 collect_ignore = ["system/two_ranks.py", "system/steady_memory.py"]  # run in processes of their own
 
+# built once for all tests and processes, in the checkout
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / "build" / "torch_extensions"))
+
 settings.register_profile(
     "andrea", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

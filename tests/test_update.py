@@ -22,7 +22,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from andrea_callbacks import UpdateLog
+from andrea_callbacks import GradientNorm, UpdateLog
 from andrea_pl import (
     LanguageModule,
     NonFiniteError,
@@ -442,11 +442,13 @@ class TestClipping:
         calls: list[str] = []
 
         class Clipping(SingleDeviceStrategy):
-            def gradient_norm(self, optimizer: Any) -> Tensor:
+            def gradient_norm(self, optimizer: Any) -> GradientNorm:
                 calls.append("norm")
-                return torch.tensor(3.0, dtype=torch.float64)
+                parameters = tuple(optimizer.param_groups[0]["params"])
+                rows = torch.tensor([[9.0, 0.0]], dtype=torch.float64)
+                return GradientNorm(total=rows[0, 0].sqrt(), parameters=parameters, rows=rows)
 
-            def clip_gradients(self, optimizer: Any, max_norm: float) -> Tensor:
+            def clip_gradients(self, optimizer: Any, max_norm: float, hold: Tensor | None = None) -> Tensor:
                 calls.append(f"clip {max_norm}")
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:

@@ -1,32 +1,279 @@
-"""One clip over all gradients, by their global L2 norm."""
+"""One clip over all gradients of an optimizer, by their global L2 norm.
 
-from collections.abc import Iterable
+optimizer ──gradient_norm──> GradientNorm       kept until a gradient changes, for whoever asks next
+          ──clip_gradients──> coefficient ─┬─> grad_scale, found_inf: a fused step divides as it reads
+                                           └─> one pass over the gradients, for any other optimizer
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+from weakref import WeakKeyDictionary, ref
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.optim import Optimizer
 
-from andrea_callbacks.gradients import distinct
+from andrea_callbacks.gradients import (
+    GradientNorm,
+    gradient_norm,
+    local_gradient,
+    optimizer_parameters,
+    squared_norms,
+)
+from andrea_pl.errors import UserError
+from andrea_pl.optim.extension import ExtensionError, load_extension
+
+ClipperKind = Literal["auto", "torch", "extension"]
+
+FOLDED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Gradients that a fused step may divide by a float32 number without losing digits."""
+
+LARGEST = torch.finfo(torch.float32).max
+
+_told: set[str] = set()
 
 
-def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """Return min(1, max_norm / norm), exactly 1 where the norm is within bounds (Pascanu et al., 2013).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moment:
+    """The gradients of an optimizer as they were: which tensors, and how often each had been written."""
+
+    tensors: tuple["ref[Tensor]", ...]
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> "_Moment":
+        gradients = _gradients(optimizer)
+        # a DTensor's own counter stands still; that of its part moves
+        versions = tuple(local_gradient(each)._version for each in gradients)
+        return cls(tensors=tuple(ref(each) for each in gradients), versions=versions)
+
+    def is_now(self, optimizer: Optimizer) -> bool:
+        gradients = _gradients(optimizer)
+        return len(gradients) == len(self.tensors) and all(
+            kept() is gradient and version == local_gradient(gradient)._version
+            for kept, version, gradient in zip(self.tensors, self.versions, gradients, strict=True)
+        )
+
+
+class Clipper:
+    """Measures and clips the gradients of optimizers, whatever their kind, devices and sharding.
+
+    A norm is computed once and kept until a gradient is replaced or written to, or the optimizer steps.
+    Writes that torch does not count, through `.data` and by `GradScaler.unscale_`, are not seen: call
+    `forget` after.
 
     Args:
-        norm: 0-d, finite and at least 0.
-        max_norm: More than 0.
+        kind: `torch` uses torch's own operations; `extension` the compiled kernels, for float32, bfloat16 and
+            float16 gradients that are dense; `auto` the kernels where they can be built, and says so where
+            not.
+
+    Raises:
+        UserError: If `kind` is none of these.
     """
-    return torch.where(norm > max_norm, max_norm / norm, torch.ones_like(norm))
+
+    def __init__(self, kind: ClipperKind = "auto") -> None:
+        if kind not in get_args(ClipperKind):
+            raise UserError(f"clipper must be one of {', '.join(get_args(ClipperKind))}, got {kind!r}")
+        self.kind: ClipperKind = kind
+        self._extended: dict[torch.device, bool] = {}
+        self._measured: WeakKeyDictionary[Optimizer, tuple[_Moment, GradientNorm]] = WeakKeyDictionary()
+        self._folded: WeakKeyDictionary[Optimizer, _Moment] = WeakKeyDictionary()
+        self._watched: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"kind": self.kind}  # what is known of optimizers holds for those alone
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["kind"])
+
+    def has_extension(self, device: torch.device) -> bool:
+        """Say whether gradients on a device are measured by the extension, building it on the first call.
+
+        Raises:
+            ExtensionError: If the kind is `extension` and it cannot be had.
+        """
+        if self.kind == "torch":
+            return False
+        if device not in self._extended:
+            try:
+                load_extension(device)
+                self._extended[device] = True
+            except ExtensionError as error:
+                if self.kind == "extension":
+                    raise
+                self._extended[device] = False
+                _tell_once(f"clipping with torch: {error}")
+        return self._extended[device]
+
+    def gradient_norm(self, optimizer: Optimizer) -> GradientNorm:
+        """Return norms and non-finite counts of the gradients of an optimizer, as they are."""
+        self._watch(optimizer)
+        moment, norm = self._measured.get(optimizer, (None, None))
+        if moment is None or norm is None or not moment.is_now(optimizer):
+            norm = gradient_norm(optimizer_parameters(optimizer), self._squared_norms)
+            self._measured[optimizer] = (_Moment.of(optimizer), norm)
+        return norm
+
+    def clip_gradients(self, optimizer: Optimizer, max_norm: float, hold: Tensor | None = None) -> Tensor:
+        """Clip to a global norm: `g * min(1, max_norm / norm)` (Pascanu et al., 2013).
+
+        A fused optimizer divides within its next step, by `grad_scale`, and its gradients stay as they are
+        until then; any other has them scaled here. A norm that is not finite clips nothing. Nothing waits for
+        an accelerator.
+
+        Args:
+            optimizer: The raw optimizer, not Lightning's wrapper.
+            max_norm: More than 0; `inf` clips nothing.
+            hold: 0-d float32, 1 where the next step must change nothing, else 0. Only where `can_hold`.
+
+        Returns:
+            The coefficient, 0-d float64 (float32 on devices without it).
+        """
+        self._unfold(optimizer)
+        norm = self.gradient_norm(optimizer)
+        if norm.total.device.type == "cpu" and hold is None:
+            return self._clip_on_host(optimizer, norm, max_norm)
+        coefficient, divisor, overflow = self._figures(norm, max_norm)
+        if can_hold(optimizer):
+            self._fold(optimizer, divisor, None if hold is None else torch.maximum(hold, overflow))
+        elif hold is None:
+            self._scale(optimizer, coefficient)
+        else:
+            raise ValueError(f"{type(optimizer).__name__} cannot be held by a device: it takes no found_inf")
+        return coefficient
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Have the norm computed anew the next time, since gradients were written to behind torch's back."""
+        self._measured.pop(optimizer, None)
+
+    def _clip_on_host(self, optimizer: Optimizer, norm: GradientNorm, max_norm: float) -> Tensor:
+        value = float(norm.total)
+        coefficient = max_norm / value if math.isfinite(value) and value > max_norm else 1.0
+        result = torch.full_like(norm.total, coefficient)
+        if coefficient == 1.0:
+            return result
+        if can_hold(optimizer) and value / max_norm <= LARGEST:
+            self._fold(optimizer, torch.tensor(value / max_norm, dtype=torch.float32), None)
+        else:
+            self._scale(optimizer, result)
+        return result
+
+    def _figures(self, norm: GradientNorm, max_norm: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Return coefficient, its inverse in float32, and 1 where norm or inverse are beyond float32."""
+        if self.has_extension(norm.total.device):
+            figures, controls = torch.ops.andrea_clip.clip_figures(norm.rows, max_norm)
+            return figures[1], controls[0], controls[1]
+        clips = torch.isfinite(norm.total) & (norm.total > max_norm)
+        one = torch.ones_like(norm.total)
+        divisor = torch.where(clips, norm.total / max_norm, one).float()
+        overflow = ~(torch.isfinite(norm.total.float()) & torch.isfinite(divisor))
+        return torch.where(clips, max_norm / norm.total, one), divisor, overflow.float()
+
+    def _squared_norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Measure with the extension what it takes, the rest with torch."""
+        parts: dict[int, Tensor] = {}
+        for places, is_supported in self._groups(tensors):
+            group = [tensors[place] for place in places]
+            part = torch.ops.andrea_clip.squared_norms(group) if is_supported else squared_norms(group)
+            if len(places) == len(tensors):
+                return part
+            parts.update(zip(places, part.to(tensors[0].device), strict=True))
+        return torch.stack([parts[place] for place in range(len(tensors))])
+
+    @torch.no_grad()
+    def _scale(self, optimizer: Optimizer, coefficient: Tensor) -> None:
+        # a sparse gradient must be written to itself: a detached one would take the values alone
+        tensors = [local_gradient(gradient) for gradient in _gradients(optimizer)]
+        for places, is_supported in self._groups(tensors):
+            group = [tensors[place] for place in places]
+            factor = coefficient.to(group[0].device)
+            if is_supported:
+                torch.ops.andrea_clip.scale_(group, factor)
+            elif group[0].layout == torch.strided:
+                torch._foreach_mul_(group, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            else:
+                for each in group:
+                    each.mul_(factor)
+
+    def _groups(self, tensors: Sequence[Tensor]) -> list[tuple[list[int], bool]]:
+        """Return places of tensors that go together, and whether the extension takes them."""
+        groups: dict[Any, list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            supported = _is_plain(tensor) and self.has_extension(tensor.device)
+            key = (supported, tensor.device, tensor.dtype, tensor.layout)
+            groups.setdefault(key, []).append(place)
+        return [(places, key[0]) for key, places in groups.items()]
+
+    def _fold(self, optimizer: Optimizer, divisor: Tensor, held: Tensor | None) -> None:
+        folded = cast(Any, optimizer)
+        folded.grad_scale = divisor
+        if held is not None:
+            folded.found_inf = held
+        self._folded[optimizer] = _Moment.of(optimizer)
+
+    def _unfold(self, optimizer: Optimizer, *_: Any) -> None:
+        """Take back what was folded into the optimizer's next step."""
+        if self._folded.pop(optimizer, None) is not None:
+            # None and not deleted: a GradScaler deletes them after the step
+            cast(Any, optimizer).grad_scale = cast(Any, optimizer).found_inf = None
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        """See to it that nothing outlives the step, or the gradients, that it was meant for."""
+        if optimizer not in self._watched:
+            self._watched[optimizer] = True
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Forget a coefficient that an exception left behind: its gradients are not those of this step."""
+        moment = self._folded.get(optimizer)
+        if moment is not None and not moment.is_now(optimizer):
+            self._unfold(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._unfold(optimizer)
+        self.forget(optimizer)  # a fused step writes gradients without counting it
 
 
-def scale_gradients(parameters: Iterable[Tensor], coefficient: Tensor) -> None:
-    """Multiply every gradient by a coefficient, each once; on the CPU a coefficient of 1 writes nothing.
+def can_hold(optimizer: Optimizer) -> bool:
+    """Say whether a step takes `grad_scale` and `found_inf`, by which a device scales and holds it."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
+        group.get("fused") and all(each.dtype in FOLDED_DTYPES for each in group["params"])
+        for group in optimizer.param_groups
+    )
 
-    Args:
-        parameters: Those without a gradient are passed over; sparse gradients have their values scaled.
-        coefficient: 0-d.
-    """
-    if coefficient.device.type == "cpu" and float(coefficient) == 1.0:
-        return
-    for parameter in distinct(parameters):
-        if parameter.grad is not None:
-            parameter.grad.mul_(coefficient.to(parameter.grad.device))
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [each.grad for each in optimizer_parameters(optimizer) if each.grad is not None]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        tensor.dtype in FOLDED_DTYPES
+        and tensor.layout == torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and tensor.numel() > 0
+        and _is_dense(tensor)
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Say whether the elements fill one stretch of memory, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _tell_once(message: str) -> None:
+    if message not in _told:
+        _told.add(message)
+        rank_zero_info(message)

@@ -13,6 +13,7 @@ from andrea_callbacks.console import RunReport as RunReport
 from andrea_callbacks.console import UpdateProgressBar as UpdateProgressBar
 from andrea_callbacks.finite import FiniteGuard as FiniteGuard
 from andrea_callbacks.finite import NonFiniteWarning as NonFiniteWarning
+from andrea_callbacks.gradients import GradientNorm as GradientNorm
 from andrea_callbacks.gradients import first_nonfinite as first_nonfinite
 from andrea_callbacks.gradients import gradient_norm as gradient_norm
 from andrea_callbacks.scalars import ScalarBuffer as ScalarBuffer
@@ -20,3 +21,4 @@ from andrea_callbacks.scalars import ScalarCallback as ScalarCallback
 from andrea_callbacks.scalars import scalar_buffer as scalar_buffer
 from andrea_callbacks.updates import EpochSummary as EpochSummary
 from andrea_callbacks.updates import UpdateLog as UpdateLog
+from andrea_callbacks.updates import publish_report as publish_report

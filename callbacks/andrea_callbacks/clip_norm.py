@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from andrea_callbacks.gradients import gradient_norm, optimizer_parameters
+from andrea_callbacks.gradients import GradientNorm, gradient_norm, optimizer_parameters
 from andrea_callbacks.protocols import ClipsGradients, ReportsUpdates
 from andrea_callbacks.updates import ReportCallback
 
@@ -43,7 +43,7 @@ class PreClipNorm(ReportCallback):
         self._counted: Tensor | float = 0.0
 
     @override
-    def take(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
+    def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
         """Record what the module measured."""
         norm = report.get("grad_norm")
         if norm is not None:
@@ -56,12 +56,7 @@ class PreClipNorm(ReportCallback):
         """Measure the norm where the module does not report it."""
         if isinstance(pl_module, ReportsUpdates):
             return
-        strategy = trainer.strategy
-        if isinstance(strategy, ClipsGradients):
-            norm = strategy.gradient_norm(optimizer)
-        else:
-            norm = gradient_norm(optimizer_parameters(optimizer))
-        norm = norm / _remaining_scale(trainer, optimizer)
+        norm = measured_norm(trainer, optimizer).total / _remaining_scale(trainer, optimizer)
         self._record(trainer, trainer.global_step + 1, norm, _automatic_coefficient(trainer, pl_module, norm))
 
     @override
@@ -88,6 +83,14 @@ class PreClipNorm(ReportCallback):
         self.record(trainer, step, values)
 
 
+def measured_norm(trainer: pl.Trainer, optimizer: Optimizer) -> GradientNorm:
+    """Return the norm of an optimizer's gradients, from the strategy where it has measured it already."""
+    strategy = trainer.strategy
+    if isinstance(strategy, ClipsGradients):
+        return strategy.gradient_norm(optimizer)
+    return gradient_norm(optimizer_parameters(optimizer))
+
+
 def _automatic_coefficient(trainer: pl.Trainer, pl_module: pl.LightningModule, norm: Tensor) -> Tensor | None:
     """Return the coefficient that Lightning is about to apply, None where it cannot be known."""
     overridden = (
@@ -96,11 +99,12 @@ def _automatic_coefficient(trainer: pl.Trainer, pl_module: pl.LightningModule, n
     if not pl_module.automatic_optimization or overridden:
         return None
     max_norm = trainer.gradient_clip_val
+    added = 0.0 if isinstance(trainer.strategy, ClipsGradients) else 1e-6  # by torch.nn.utils.clip_grad_norm_
     if not max_norm:
         return torch.ones_like(norm)
     if trainer.gradient_clip_algorithm not in (None, "norm"):
         return None
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch.nn.utils.clip_grad_norm_ adds 1e-6
+    return (max_norm / (norm + added)).clamp(max=1.0)
 
 
 def _remaining_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:

@@ -1,6 +1,7 @@
 """What a person sees on the console: a bar that counts updates, and a report when the run is over."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from andrea_callbacks.protocols import GeneratesText
-from andrea_callbacks.updates import report_of
 
 
 class UpdateProgressBar(TQDMProgressBar):
@@ -27,26 +27,24 @@ class UpdateProgressBar(TQDMProgressBar):
         self._tokens = 0
         self._since = time.perf_counter()
         self._rate = 0.0
+        self._report: Mapping[str, Any] | None = None
 
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Count the tokens and refresh."""
-        report = report_of(pl_module)
-        if report is not None:
-            self._tokens += report["tokens"]
-            elapsed = time.perf_counter() - self._since
-            if elapsed >= 1.0 or not self._rate:
-                self._rate = self._tokens / elapsed
-                if elapsed >= 1.0:
-                    self._tokens, self._since = 0, time.perf_counter()
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+    def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
+        """Count the tokens."""
+        del trainer
+        self._report = report
+        self._tokens += report["tokens"]
+        elapsed = time.perf_counter() - self._since
+        if elapsed >= 1.0 or not self._rate:
+            self._rate = self._tokens / elapsed
+            if elapsed >= 1.0:
+                self._tokens, self._since = 0, time.perf_counter()
 
     @override
     def on_train_start(self, *_: Any) -> None:
         """Start counting."""
         self._tokens, self._since, self._rate = 0, time.perf_counter(), 0.0
+        self._report = None
         super().on_train_start(*_)
 
     @override
@@ -54,7 +52,7 @@ class UpdateProgressBar(TQDMProgressBar):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
         """Return the figures in the order of reading."""
-        report = report_of(pl_module)
+        report = self._report
         if report is None:
             return super().get_metrics(trainer, pl_module)
         shown: dict[str, int | str | float | dict[str, float]] = {}

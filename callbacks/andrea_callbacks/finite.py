@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from andrea_callbacks.gradients import first_nonfinite, gradient_norm, optimizer_parameters
+from andrea_callbacks.clip_norm import measured_norm
+from andrea_callbacks.gradients import first_nonfinite
 from andrea_callbacks.protocols import ReportsUpdates
 from andrea_callbacks.updates import ReportCallback
 
@@ -44,7 +45,7 @@ class FiniteGuard(ReportCallback):
         self._bad_loss: Tensor | None = None
 
     @override
-    def take(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
+    def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
         """Flag what the module found."""
         if report.get("nonfinite") is not None and report["outcome"] != "scaler_skip":
             self._flag(report["update"], report["nonfinite"])
@@ -68,7 +69,7 @@ class FiniteGuard(ReportCallback):
         bad_loss = self._bad_loss is not None and bool(self._bad_loss)
         self._bad_loss = None
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-        bad_gradient = not bool(torch.isfinite(gradient_norm(optimizer_parameters(optimizer))))
+        bad_gradient = not bool(torch.isfinite(measured_norm(trainer, optimizer).total))
         if bad_loss or (bad_gradient and not scaled):
             parts = ["the loss"] if bad_loss else []
             name = first_nonfinite(pl_module) if bad_gradient else None

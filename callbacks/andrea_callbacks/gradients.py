@@ -4,8 +4,10 @@ torch's own float32 norm on a CPU adds up a whole tensor in a few float32 lanes 
 elements. Here rows of a thousand elements are summed in float32 and the rows' norms in float64.
 """
 
-from collections.abc import Iterable
-from typing import cast
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,36 @@ ROW = 1024
 
 TINY = 1e-12
 """Norms under this may have lost squares that float32 cannot hold, and are computed again in float64."""
+
+Measure = Callable[[Sequence[Tensor]], Tensor]
+"""What `squared_norms` does; an extension may do it faster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GradientNorm:
+    """What is known of the gradients of one optimizer at one moment. Tensors stay where the gradients are.
+
+    Where gradients are sharded (DTensor) all figures are those of the whole, alike on every rank.
+    """
+
+    total: Tensor
+    """Global L2 norm, 0-d float64 (float32 on devices without it); NaN or Inf when a gradient has one."""
+
+    parameters: tuple[Tensor, ...]
+    """The P parameters that have a gradient, each once."""
+
+    rows: Tensor
+    """(P, 2) like `total`: each gradient's sum of squares, and how many of its elements are NaN or Inf."""
+
+    @property
+    def per_parameter(self) -> Tensor:
+        """(P,) L2 norm of each gradient."""
+        return self.rows[:, 0].sqrt()
+
+    @property
+    def nonfinite(self) -> Tensor:
+        """(P,) NaN and Inf elements of each gradient."""
+        return self.rows[:, 1]
 
 
 def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -28,42 +60,96 @@ def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
     return distinct(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the global L2 norm of the gradients.
+def gradient_norm(parameters: Iterable[Tensor], measure: "Measure | None" = None) -> GradientNorm:
+    """Return the global L2 norm of the gradients, and each one's share of it.
 
-    Parameters listed twice count once; those without a gradient, or with an empty one, count nothing; sparse
-    gradients count with rows added up, and other layouts by their dense values. Mixed dtypes and devices are
-    fine. A finite float32, bfloat16 or float16 gradient has a finite norm. Autocast has no influence.
+    Parameters listed twice count once; those without a gradient count nothing; sparse gradients count with
+    rows added up, and other layouts by their dense values. Mixed dtypes and devices are fine. A finite
+    float32, bfloat16 or float16 gradient has a finite norm. Autocast has no influence. Sharded gradients are
+    summed over the ranks that share them, so that all of those ranks must call this together.
 
     Args:
         parameters: Tensors with or without `grad`.
+        measure: Used in place of `squared_norms`.
 
     Returns:
-        0-d float64 (float32 on devices without it) on the first gradient's device, relative error under 1e-6.
-        NaN or Inf when a gradient has one. Nothing waits for an accelerator.
+        Figures on the first gradient's device, with a relative error under 1e-6. Nothing waits for an
+        accelerator.
     """
-    gradients = [_values(each.grad) for each in distinct(parameters) if each.grad is not None]
-    gradients = [each for each in gradients if each.numel()]
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64)
-    with torch.autocast(gradients[0].device.type, enabled=False):
-        norm = _combine([_row_norms(each) for each in gradients])
-        if norm.device.type == "cpu" and not TINY < float(norm) < float("inf"):
-            norm = _combine([_vector_norm(each, dtype=torch.float64).view(1) for each in gradients])
-    return norm
+    with_gradient = tuple(each for each in distinct(parameters) if each.grad is not None)
+    if not with_gradient:
+        nothing = torch.zeros((0, 2), dtype=torch.float64)
+        return GradientNorm(total=nothing.sum(), parameters=(), rows=nothing)
+    gradients = [_summed(cast(Tensor, each.grad).detach()) for each in with_gradient]
+    local = [local_gradient(each) for each in gradients]
+    with torch.no_grad(), torch.autocast(local[0].device.type, enabled=False):
+        rows = (measure or squared_norms)([_values(each) for each in local])
+        _add_shards(rows, gradients)
+        total = rows[:, 0].sum().sqrt()
+    return GradientNorm(total=total, parameters=with_gradient, rows=rows)
+
+
+def local_gradient(gradient: Tensor) -> Tensor:
+    """Return this rank's part of a gradient: all of it, unless it is a DTensor."""
+    if not _is_sharded(gradient):
+        return gradient
+    with torch.no_grad():  # where this is the part itself and no view of it
+        return cast(Tensor, cast(Any, gradient).to_local())
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return (T, 2) float64 on the first tensor's device: sums of squares, numbers of NaN and Inf elements.
+
+    Args:
+        tensors: Flat, at least one; empty ones count nothing.
+    """
+    if all(each.device.type == "cpu" for each in tensors):
+        return _squared_norms_on_cpu(tensors)
+    device = tensors[0].device
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    squares = [cast(Tensor, torch.linalg.vector_norm(each, dtype=wide)).to(device) ** 2 for each in tensors]
+    bad = [torch.count_nonzero(each - each).to(device, wide) for each in tensors]  # NaN and Inf give NaN
+    return torch.stack([torch.stack(squares), torch.stack(bad)], dim=1)
 
 
 def first_nonfinite(module: nn.Module) -> str | None:
     """Return the name of the first parameter whose gradient has a NaN or an Inf, None if there is none."""
     for name, parameter in module.named_parameters():
-        if parameter.grad is not None and not bool(torch.isfinite(_values(parameter.grad)).all()):
-            return name
+        if parameter.grad is not None:
+            values = _values(local_gradient(_summed(parameter.grad.detach())))
+            if not bool(torch.isfinite(values).all()):
+                return name
     return None
+
+
+def _squared_norms_on_cpu(tensors: Sequence[Tensor]) -> Tensor:
+    parts = [_row_norms(each) for each in tensors]
+    lengths = torch.tensor([len(each) for each in parts])
+    squares = torch.cat(parts).square()
+    sums = torch.segment_reduce(squares, "sum", lengths=lengths, initial=0.0)
+    rows = torch.stack([sums, torch.zeros_like(sums)], dim=1)
+    for place, value in enumerate(cast("list[float]", sums.tolist())):
+        if not TINY**2 < value < float("inf") and tensors[place].numel():
+            wide = tensors[place].double()
+            rows[place, 0] = wide.square().sum()
+            rows[place, 1] = torch.count_nonzero(~torch.isfinite(wide))
+    return rows
+
+
+def _row_norms(values: Tensor) -> Tensor:
+    """Return float64 norms of parts of a flat tensor, enough of them for a float64 sum to be exact."""
+    if values.dtype != torch.float64:
+        values = values.float()  # a cast inside the norm would lose two digits
+    rows = values.numel() // ROW
+    body, tail = values[: rows * ROW].view(rows, ROW), values[rows * ROW :]
+    parts = [cast(Tensor, torch.linalg.vector_norm(body, dim=1))] if rows else []
+    if tail.numel():
+        parts.append(cast(Tensor, torch.linalg.vector_norm(tail)).view(1))
+    return torch.cat(parts).double() if parts else values.new_zeros(0, dtype=torch.float64)
 
 
 def _values(gradient: Tensor) -> Tensor:
     """Return the elements of a gradient as a flat view in the order of memory."""
-    gradient = gradient.detach()
     if gradient.layout == torch.sparse_coo:
         gradient = gradient.coalesce().values()
     elif gradient.layout != torch.strided:
@@ -76,25 +162,38 @@ def _values(gradient: Tensor) -> Tensor:
     return gradient.reshape(-1)
 
 
-def _vector_norm(values: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    return cast(Tensor, torch.linalg.vector_norm(values, dim=dim, dtype=dtype))
+def _is_sharded(gradient: Tensor) -> bool:
+    """Say whether a tensor is a DTensor, without importing that module where nobody else did."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(gradient, module.DTensor)
 
 
-def _row_norms(values: Tensor) -> Tensor:
-    """Return norms of parts of a flat tensor, enough of them for a float64 sum to be exact."""
-    if values.device.type == "cpu" and values.dtype != torch.float64:
-        values = values.float()  # a cast inside the norm would lose two digits
-        rows = values.numel() // ROW
-        body, tail = values[: rows * ROW].view(rows, ROW), values[rows * ROW :]
-        parts = [_vector_norm(body, dim=1)] if rows else []
-        if tail.numel():
-            parts.append(_vector_norm(tail).view(1))
-        return torch.cat(parts)
-    dtype = torch.float32 if values.device.type == "mps" else torch.float64
-    return _vector_norm(values, dtype=dtype).view(1)
+def _summed(gradient: Tensor) -> Tensor:
+    """Return a gradient whose parts are shards or replicas, and no summands."""
+    if not _is_sharded(gradient):
+        return gradient
+    from torch.distributed.tensor import Replicate
+
+    sharded = cast(Any, gradient)
+    if not any(each.is_partial() for each in sharded.placements):
+        return gradient
+    with torch.no_grad():
+        placements = [Replicate() if each.is_partial() else each for each in sharded.placements]
+        return cast(Tensor, sharded.redistribute(placements=placements))
 
 
-def _combine(norms: list[Tensor]) -> Tensor:
-    device = norms[0].device
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    return _vector_norm(torch.cat([each.to(device, wide) for each in norms]))
+def _add_shards(rows: Tensor, gradients: Sequence[Tensor]) -> None:
+    """Add up, in place, rows of gradients that ranks share among them; replicas are alike already."""
+    shared: dict[Any, list[int]] = {}
+    for place, gradient in enumerate(gradients):
+        if _is_sharded(gradient):
+            sharded = cast(Any, gradient)
+            for dimension, placement in enumerate(sharded.placements):
+                if not placement.is_replicate():
+                    shared.setdefault((sharded.device_mesh, dimension), []).append(place)
+    for (mesh, dimension), places in shared.items():
+        mine = rows if len(places) == len(rows) else torch.stack([rows[place] for place in places])
+        torch.distributed.all_reduce(mine, group=mesh.get_group(dimension))
+        if mine is not rows:
+            for place, row in zip(places, mine, strict=True):
+                rows[place].copy_(row)

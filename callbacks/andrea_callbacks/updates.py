@@ -1,56 +1,56 @@
 """Callbacks that follow a module's reports of its own updates: scalars, the epoch's summary."""
 
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from andrea_callbacks.protocols import ReportsUpdates
+from andrea_callbacks.protocols import SettlesUpdates, TakesReports
 from andrea_callbacks.scalars import ScalarCallback
 
 
-def report_of(pl_module: pl.LightningModule) -> Mapping[str, Any] | None:
-    """Return the report of the last update attempted, where the module makes one."""
-    return pl_module.update_report if isinstance(pl_module, ReportsUpdates) else None
+def publish_report(trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
+    """Hand the report of an update to every callback that takes reports."""
+    for callback in cast("list[Callback]", cast(Any, trainer).callbacks):
+        if isinstance(callback, TakesReports):
+            callback.take_report(trainer, report)
+
+
+def settle(pl_module: pl.LightningModule) -> None:
+    """Have a module publish the report of its last update, where its outcome was not known yet."""
+    if isinstance(pl_module, SettlesUpdates):
+        pl_module.settle_update()
 
 
 class ReportCallback(ScalarCallback):
-    """A callback that takes in every report once, that of an update which raised included."""
+    """A callback that takes the report of every update once, that of an update which raised included."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._last_update = 0
-
-    def take(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
+    def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
         """Do what there is to do with a report; `report["update"]` is its step."""
         raise NotImplementedError
 
-    def _take_once(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        report = report_of(pl_module)
-        if report is not None and report["update"] > self._last_update:
-            self._last_update = report["update"]
-            self.take(trainer, report)
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """See to it that the epoch's last update is known."""
+        settle(pl_module)
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start after the updates that the trainer has behind it."""
-        self._last_update = trainer.global_step
-
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Take the report of the update just made."""
-        self._take_once(trainer, pl_module)
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """See to it that the last update is known, and write it."""
+        settle(pl_module)
+        super().on_train_end(trainer, pl_module)
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Take the report of an update that raised."""
-        self._take_once(trainer, pl_module)
+        """Write the last update, if the device can still tell what became of it."""
+        with suppress(Exception):
+            settle(pl_module)
         super().on_exception(trainer, pl_module, exception)
 
 
@@ -70,7 +70,7 @@ class UpdateLog(ReportCallback):
     KEYS = ("loss", "tokens", "lr", "skipped", "loss_scale")
 
     @override
-    def take(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
+    def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
         """Record the figures that are known."""
         values = {f"train/{key}": report[key] for key in self.KEYS if report.get(key) is not None}
         self.record(trainer, report["update"], values)
@@ -99,7 +99,7 @@ class EpochSummary(ReportCallback):
         self._lr = float("nan")
 
     @override
-    def take(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
+    def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
         """Add an update that changed weights; others have no part in the mean."""
         if report["outcome"] != "applied":
             return
@@ -111,6 +111,7 @@ class EpochSummary(ReportCallback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say and record the figures, and start afresh."""
+        super().on_train_epoch_end(trainer, pl_module)
         self._add_up()
         if not self._updates:
             return

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from andrea_pl import RoPELanguageModel, TransformerConfig, UserError, build_optimizer, build_scheduler
-from andrea_pl.optim import clip_coefficient, parameter_groups, scale_gradients, warmup_cosine
+from andrea_pl.optim import parameter_groups, warmup_cosine
 
 
 def model(**options: object) -> RoPELanguageModel:
@@ -80,20 +80,3 @@ def test_refused_schedules(total: int, warmup: int) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     with pytest.raises(ValueError, match="0 <= warmup_updates < total_updates"):
         build_scheduler(optimizer, total, warmup)
-
-
-def test_coefficient() -> None:
-    assert float(clip_coefficient(torch.tensor(3.5, dtype=torch.float64), 1.0)) == pytest.approx(1 / 3.5)
-    assert float(clip_coefficient(torch.tensor(0.4, dtype=torch.float64), 1.0)) == 1.0
-    assert float(clip_coefficient(torch.tensor(0.0), 1.0)) == 1.0
-    assert float(clip_coefficient(torch.tensor(1.0), 1.0)) == 1.0
-
-
-def test_scaling() -> None:
-    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))]
-    parameters[0].grad, parameters[1].grad = torch.ones(2), torch.ones(2)
-    version = parameters[0].grad._version
-    scale_gradients(parameters, torch.tensor(1.0, dtype=torch.float64))
-    assert parameters[0].grad._version == version, "a coefficient of 1 writes nothing"
-    scale_gradients([*parameters, parameters[0]], torch.tensor(0.5, dtype=torch.float64))
-    assert parameters[0].grad.tolist() == parameters[1].grad.tolist() == [0.5, 0.5]

@@ -1,0 +1,232 @@
+"""The clip extension: `csrc/` compiled once by the machine's own compilers, kept in torch's extension cache.
+
+Two libraries on LibTorch's stable ABI, in no need of each other's compiler: one defines the operators and
+runs them on CPUs (a C++ compiler, seconds), one runs them on one CUDA architecture (nvcc besides).
+"""
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from andrea_pl.errors import UserError
+
+SOURCES = Path(__file__).parents[1] / "csrc"
+COMPILERS = ("c++", "g++", "clang++")
+STABLE_ABI = "0x020a000000000000"
+"""The interface of torch 2.10, which every later torch keeps."""
+
+_loaded: set[str] = set()
+
+
+class ExtensionError(UserError):
+    """The clip extension cannot be built or loaded here; the message says what is missing."""
+
+
+def load_extension(device: torch.device) -> None:
+    """Make the operators `torch.ops.andrea_clip` available on a device, built now where they are not yet.
+
+    Args:
+        device: A CPU or a CUDA device.
+
+    Raises:
+        ExtensionError: If a compiler is missing or fails, or the operators do not run.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise ExtensionError(f"the clip extension runs on CPUs and CUDA devices, not on {device.type}")
+    _load_once("cpu", lambda: build_extension("cpu"))
+    if device.type == "cuda":
+        architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+        _load_once(architecture, lambda: build_extension(architecture))
+    probe = torch.tensor([3.0, 4.0], device=device)
+    rows = torch.ops.andrea_clip.squared_norms([probe])
+    if rows.tolist() != [[25.0, 0.0]]:
+        raise ExtensionError(f"the clip extension gives wrong sums on {device}: {rows.tolist()} for [3, 4]")
+
+
+def build_extension(target: str) -> Path:
+    """Compile the library of a target, unless it lies in the cache.
+
+    Args:
+        target: `cpu`, or a CUDA architecture: `sm_90`, `90` or `9.0`.
+
+    Returns:
+        The library.
+
+    Raises:
+        ExtensionError: If the target is not known, or the compiler missing or failing.
+    """
+    target = _canonical(target)
+    if platform.system() == "Windows":
+        raise ExtensionError("the clip extension is not built on Windows; use WSL, or clipper: torch")
+    command = _command(target)
+    folder = _cache() / f"andrea_clip_{_fingerprint(command)}"
+    library = folder / f"andrea_clip_{target}.so"
+    if library.exists():
+        return library
+    if shutil.which(command[0]) is None:
+        raise ExtensionError(_what_to_install(target))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f"{target}.lock"):
+            if not library.exists():
+                _compile(command, library, target)
+    except OSError as error:
+        raise ExtensionError(
+            f"the clip extension cannot be kept in {folder}: {error.strerror or error}; name another folder "
+            f"in "
+            "the environment variable TORCH_EXTENSIONS_DIR"
+        ) from error
+    return library
+
+
+def _compile(command: Sequence[str], library: Path, target: str) -> None:
+    """Run the compiler, and put the library in its place only when it is whole."""
+    compiler = Path(command[0]).name
+    rank_zero_info(f"building the clip extension for {target} with {compiler}, once …")
+    start = time.monotonic()
+    unfinished = library.with_suffix(f".{os.getpid()}.so")
+    done = subprocess.run(  # noqa: S603  # the command is ours
+        [*command, "-o", str(unfinished)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        unfinished.unlink(missing_ok=True)
+        log = library.with_suffix(".log")
+        log.write_text(f"{' '.join(command)}\n{done.stdout}{done.stderr}", encoding="utf-8")
+        errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+        raise ExtensionError(
+            f"{compiler} failed on the clip extension for {target}: "
+            f"{errors[0].strip() if errors else f'exit code {done.returncode}'} (all of it in {log})"
+        )
+    unfinished.replace(library)
+    rank_zero_info(f"built in {time.monotonic() - start:.0f} s, kept in {library.parent}")
+
+
+def _load_once(name: str, build: Callable[[], Path]) -> None:
+    if name in _loaded:
+        return
+    library = build()
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        raise ExtensionError(f"{library} does not load: {error}; delete it to have it built again") from error
+    if name == "cpu":
+        _register_fakes()
+    _loaded.add(name)
+
+
+def _register_fakes() -> None:
+    """Tell torch.compile the shapes of the operators' results."""
+
+    def squared_norms(gradients: list[Tensor]) -> Tensor:
+        return gradients[0].new_empty((len(gradients), 2), dtype=torch.float64)
+
+    def clip_figures(rows: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
+        del max_norm
+        return rows.new_empty(2), rows.new_empty(2, dtype=torch.float32)
+
+    def scale_(gradients: list[Tensor], coefficient: Tensor) -> None:
+        del gradients, coefficient
+
+    for fake in (squared_norms, clip_figures, scale_):
+        torch.library.register_fake(f"andrea_clip::{fake.__name__}", fake)
+
+
+def _canonical(target: str) -> str:
+    if target == "cpu":
+        return target
+    matched = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)(a?)", target)
+    if matched is None:
+        raise ExtensionError(f"{target!r} is no CUDA architecture; write 90, 9.0 or sm_90")
+    return "sm_{}{}{}".format(*matched.groups())
+
+
+def _command(target: str) -> list[str]:
+    """Return the compiler's command, all but its output."""
+    torch_folder = Path(torch.__file__).parent
+    shared = [
+        "-O3",
+        "-shared",
+        f"-DTORCH_TARGET_VERSION={STABLE_ABI}",
+        "-DTORCH_STABLE_ONLY",
+        f"-I{torch_folder / 'include'}",
+        f"-L{torch_folder / 'lib'}",
+        "-ltorch_cpu",
+    ]
+    if target == "cpu":
+        return [_cxx(), "-std=gnu++20", "-fPIC", str(SOURCES / "clip_cpu.cpp"), *shared]
+    number = target.removeprefix("sm_")
+    return [
+        _nvcc(),
+        "-std=c++20",
+        "-Xcompiler=-fPIC",
+        "-DUSE_CUDA",
+        f"-gencode=arch=compute_{number},code=sm_{number}",
+        str(SOURCES / "clip_cuda.cu"),
+        *shared,
+        # absent from a CPU build of torch, for which one may build as well
+        *(["-ltorch_cuda"] if (torch_folder / "lib" / "libtorch_cuda.so").exists() else []),
+    ]
+
+
+def _cxx() -> str:
+    named = os.environ.get("CXX")
+    return named or next((each for each in COMPILERS if shutil.which(each)), COMPILERS[0])
+
+
+def _nvcc() -> str:
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if variable in os.environ:
+            return str(Path(os.environ[variable]) / "bin" / "nvcc")
+    usual = "/usr/local/cuda/bin/nvcc"
+    return shutil.which("nvcc") or usual
+
+
+def _what_to_install(target: str) -> str:
+    if target == "cpu":
+        return (
+            "the clip extension needs a C++20 compiler: install g++ 11 or clang++ 14 or later, or name one "
+            "in the "
+            "environment variable CXX; clipper: torch works without"
+        )
+    return (
+        f"the clip extension for {target} needs nvcc: install the CUDA toolkit of version "
+        f"{torch.version.cuda or '12 or 13'} and have nvcc on PATH, or name its folder in the environment "
+        f"variable "
+        "CUDA_HOME; clipper: torch works without"
+    )
+
+
+def _cache() -> Path:
+    """Return the folder in which torch keeps extensions."""
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named) if named else Path(caches) / "torch_extensions"
+
+
+def _fingerprint(command: Sequence[str]) -> str:
+    """Return a name for what is built: sources, command, torch and kind of machine."""
+    digest = hashlib.sha256(repr((command, torch.__version__, platform.machine())).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _locked(path: Path) -> Generator[None]:
+    """Hold a lock among processes, which ends with the process that holds it."""
+    import fcntl  # not on Windows
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,10 @@
+"""Lightning's strategies with the clip hook: norms computed once, one clip, applied inside a fused step.
+
+Importing this package registers their names for `Trainer(strategy=…)`.
+"""
+
+from andrea_pl.strategies.hook import ClipHook as ClipHook
+from andrea_pl.strategies.parallel import ClipDDPStrategy as ClipDDPStrategy
+from andrea_pl.strategies.parallel import ClipModelParallelStrategy as ClipModelParallelStrategy
+from andrea_pl.strategies.single import ClipSingleDeviceStrategy as ClipSingleDeviceStrategy
+from andrea_pl.strategies.synchronization import only_last_synchronizes as only_last_synchronizes

@@ -1,0 +1,95 @@
+"""The clip hook on several ranks."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
+from typing_extensions import override
+
+from andrea_pl.errors import UserError
+from andrea_pl.optim.clipping import ClipperKind
+from andrea_pl.strategies.hook import ClipHook
+from andrea_pl.strategies.synchronization import only_last_synchronizes
+
+
+class _SynchronizesLast(ClipHook):
+    """A strategy of several ranks that holds their exchange of gradients back by `block_backward_sync`."""
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Accumulate gradients on this rank alone."""
+        with only_last_synchronizes(self, is_last=False):
+            yield
+
+
+class ClipDDPStrategy(_SynchronizesLast, DDPStrategy):
+    """Replicas of the model (DDP) with the clip hook; registered as `clip_ddp`.
+
+    Gradients are equal on all ranks by the time they are clipped, and so is their norm: it is not reduced
+    again.
+
+    Args:
+        clipper: See `Clipper`.
+        options: Those of Lightning's DDPStrategy, `static_graph` among them.
+    """
+
+    strategy_name = "clip_ddp"
+
+    def __init__(self, clipper: ClipperKind = "auto", **options: Any) -> None:
+        super().__init__(clipper=clipper, **options)
+
+
+class ClipModelParallelStrategy(_SynchronizesLast, ModelParallelStrategy):
+    """Sharded models (FSDP2) with the clip hook; registered as `clip_model_parallel`.
+
+    Sums of squares are added up over the ranks that share a parameter; every rank has the same norm. A module
+    shards itself in `configure_model`, by `fully_shard` on inner modules.
+
+    Args:
+        clipper: See `Clipper`.
+        data_parallel_size: Ranks among which data and parameters are shared out; `auto`: all that tensor
+            parallelism leaves.
+        tensor_parallel_size: Ranks that work on the same data.
+        options: Those of Lightning's ModelParallelStrategy.
+    """
+
+    strategy_name = "clip_model_parallel"
+
+    def __init__(
+        self,
+        clipper: ClipperKind = "auto",
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
+        **options: Any,
+    ) -> None:
+        self._takes_all_ranks = data_parallel_size == "auto"
+        super().__init__(
+            clipper=clipper,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            **options,
+        )
+
+    @override
+    def setup_environment(self) -> None:
+        """Share out all ranks."""
+        if self._takes_all_ranks:
+            self._data_parallel_size = self.num_processes * self.num_nodes // int(self._tensor_parallel_size)
+        super().setup_environment()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Refuse a GradScaler, which looks at one rank's shards alone."""
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise UserError(
+                f"{type(self).__name__} cannot work with a GradScaler, which would skip on one rank and "
+                f"step on "
+                "another; use trainer.precision: bf16-mixed or bf16-true"
+            )
+        super().setup(trainer)
+
+
+for each in (ClipDDPStrategy, ClipModelParallelStrategy):
+    StrategyRegistry.register(each.strategy_name, each, description=(each.__doc__ or "").partition("\n")[0])
