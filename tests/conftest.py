@@ -9,7 +9,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-collect_ignore = ["system/two_ranks.py", "system/steady_memory.py"]  # run in processes of their own
+collect_ignore = [  # run in processes of their own
+    "system/two_ranks.py",
+    "system/steady_memory.py",
+    "kernels/builds.py",
+    "kernels/checks.py",
+    "kernels/mutants.py",
+]
 
 # built once for all tests and processes, in the checkout
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / "build" / "torch_extensions"))

@@ -27,7 +27,7 @@ using half = __half;
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr int kChunk = 16384;  // 12M parameters make 730 blocks, enough for a large GPU
-constexpr int kPacksInFlight = 4;
+constexpr int kPacksInFlight = 4;  // of a thread
 constexpr int kMaxTensors = 200;
 
 // A sum of squares in float32 between these bounds lost nothing that matters: 16384 squares, each off by the smallest
@@ -109,19 +109,20 @@ __device__ __forceinline__ void store(T* to, const Pack<T>& pack, bool is_aligne
   for (int j = 0; j < Pack<T>::kLanes; ++j) to[j] = pack.lane[j];
 }
 
-// Hand every element of this thread's share of a chunk to `visit`, in packs; keep what it made of them if kWrites.
-template <bool kWrites, class T, class Visit>
+// Hand every element of this thread's share of a chunk to `visit`, in packs, of which kInFlight are loaded at once;
+// keep what it made of them if kWrites.
+template <bool kWrites, int kInFlight, class T, class Visit>
 __device__ __forceinline__ void for_each_pack(const Chunk<T>& chunk, Visit visit) {
   constexpr int kLanes = Pack<T>::kLanes;
   const bool is_aligned = reinterpret_cast<uintptr_t>(chunk.data) % sizeof(Pack<T>) == 0;
   const int packs = chunk.count / kLanes;
   int i = threadIdx.x;
-  for (; i + (kPacksInFlight - 1) * kThreads < packs; i += kPacksInFlight * kThreads) {
-    Pack<T> pack[kPacksInFlight];
+  for (; i + (kInFlight - 1) * kThreads < packs; i += kInFlight * kThreads) {
+    Pack<T> pack[kInFlight];
 #pragma unroll
-    for (int u = 0; u < kPacksInFlight; ++u) pack[u] = load(chunk.data + (i + u * kThreads) * kLanes, is_aligned);
+    for (int u = 0; u < kInFlight; ++u) pack[u] = load(chunk.data + (i + u * kThreads) * kLanes, is_aligned);
 #pragma unroll
-    for (int u = 0; u < kPacksInFlight; ++u) {
+    for (int u = 0; u < kInFlight; ++u) {
       visit(pack[u]);
       if (kWrites) store(chunk.data + (i + u * kThreads) * kLanes, pack[u], is_aligned);
     }
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(kThreads)
     k_grad_norm_partial(const __grid_constant__ TensorTable table, Sum* __restrict__ sums, int32_t* __restrict__ first) {
   const Chunk<T> chunk = find_chunk<T>(table, blockIdx.x);
   float lane[Pack<T>::kLanes] = {};  // at most 17 additions each
-  for_each_pack<false>(chunk, [&](Pack<T>& pack) {
+  for_each_pack<false, kPacksInFlight>(chunk, [&](Pack<T>& pack) {
 #pragma unroll
     for (int j = 0; j < Pack<T>::kLanes; ++j) {
       const float x = to_float(pack.lane[j]);
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(kThreads)
   double nonfinite = 0.0;
   if (!(squares >= kSmallestExactSum && squares <= kLargestExactSum)) {  // the same for the whole block
     double exact = 0.0, bad = 0.0;
-    for_each_pack<false>(chunk, [&](Pack<T>& pack) {
+    for_each_pack<false, 1>(chunk, [&](Pack<T>& pack) {
 #pragma unroll
       for (int j = 0; j < Pack<T>::kLanes; ++j) {
         const double x = to_float(pack.lane[j]);
@@ -230,7 +231,7 @@ __global__ void __launch_bounds__(kThreads)
   const float factor = static_cast<float>(*coefficient);
   if (factor == 1.0f) return;
   const Chunk<T> chunk = find_chunk<T>(table, gridDim.x - 1 - blockIdx.x);
-  for_each_pack<true>(chunk, [&](Pack<T>& pack) {
+  for_each_pack<true, kPacksInFlight>(chunk, [&](Pack<T>& pack) {
 #pragma unroll
     for (int j = 0; j < Pack<T>::kLanes; ++j) assign(pack.lane[j], to_float(pack.lane[j]) * factor);
   });

@@ -276,7 +276,7 @@ class TestAutomaticOptimization:
     @KINDS
     @pytest.mark.parametrize("precision", ["32", "bf16-mixed", "16-mixed"])
     def test_fused_optimizers_are_not_refused(self, kind: str, precision: str) -> None:
-        """Lightning#15501: clipped within the step, after the scaler's division; one norm for all callbacks."""
+        """Lightning#15501: clipped within the step, after the scaler's division."""
         moved = []
         for fused in (False, True):
             torch.manual_seed(2)
