@@ -145,6 +145,19 @@ class LanguageModule(TokenWeightedModule):
         return bool(counted) and counted < len(labels)
 
     @override
+    def configure_model(self) -> None:
+        """Share parameters out among ranks, by layers, under ModelParallelStrategy (FSDP2)."""
+        if self.device_mesh is None:
+            return
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        mesh = self.device_mesh["data_parallel"]
+        network = self.network
+        for layer in (network.embedding, *network.blocks, network.final_norm, network.output):
+            if not isinstance(layer, FSDPModule) and any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+
+    @override
     def configure_optimizers(self) -> Any:
         """Return the optimizer and, unless the rate is constant, its scheduler."""
         if self._optimizer is None:

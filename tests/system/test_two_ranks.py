@@ -123,3 +123,63 @@ def test_window_loader_over_a_sharded_loader(both: list[Results], alone: Results
             results["sharded loader"]["weights"], alone["sharded loader"]["weights"], strict=True
         ):
             torch.testing.assert_close(here, there)
+
+
+CLIPPED = [
+    "ddp sgd",
+    "ddp adamw",
+    "ddp adamw torch",
+    "static adamw",
+    "fsdp2 sgd",
+    "fsdp2 adamw",
+    "fsdp2 adamw torch",
+]
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_clipped_runs_are_those_of_one_process(name: str, both: list[Results], alone: Results) -> None:
+    """Lightning#19235, pytorch#170862: norms, coefficients and weights after 10 updates, on both ranks alike."""
+    one = alone[name]
+    assert sum(each < 1 for each in one["coefficients"]) > 0
+    for results in (each[name] for each in both):
+        assert results["norms"] == pytest.approx(one["norms"], rel=1e-6)
+        assert results["coefficients"] == pytest.approx(one["coefficients"], rel=1e-6)
+        assert results["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        pairs = list(zip(results["weights"], one["weights"], strict=True))
+        gap = sum(float((here - there).square().sum()) for here, there in pairs)
+        size = sum(float(there.square().sum()) for _, there in pairs)
+        assert (gap / size) ** 0.5 < (1e-6 if name.endswith("sgd") else 1e-4)
+    assert both[0][name]["norms"] == both[1][name]["norms"]
+    for here, there in zip(both[0][name]["weights"], both[1][name]["weights"], strict=True):
+        assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("name", ["fsdp2 sgd", "fsdp2 adamw"])
+def test_a_sharded_norm_is_a_plain_global_number(name: str, both: list[Results]) -> None:
+    for results in (each[name] for each in both):
+        assert results["sharded"] == len(results["weights"])
+        assert results["types"] == ["Tensor"]
+        assert results["logged"] == [
+            (step, pytest.approx(norm)) for step, norm in enumerate(results["norms"], start=1)
+        ]
+
+
+def test_only_the_last_micro_batch_exchanges_shards(both: list[Results]) -> None:
+    """Lightning#4092, #2595 under FSDP2: no gradient until the window's last backward pass."""
+    for results in (each["fsdp2 sgd"] for each in both):
+        assert results["present"] == [0, len(results["weights"])] * 10
+
+
+def test_nan_in_one_rank_s_shard(both: list[Results]) -> None:
+    """Lightning#19106 under FSDP2, where a NaN may lie in one rank's shards alone."""
+    for results in both:
+        assert results["fsdp2 nan skip"]["outcomes"] == ["nonfinite_skip", "applied"]
+        assert results["fsdp2 nan skip"]["weight"].tolist() == pytest.approx([-0.003, 0.003])
+        assert results["fsdp2 nan raise"]["outcomes"] == ["applied", "nonfinite_raise"]
+        assert "the gradient of unigram.weight" in results["fsdp2 nan raise"]["error"]
+
+
+def test_tensor_parallel_ranks_and_scalers_are_refused(both: list[Results]) -> None:
+    for results in both:
+        assert "clip_model_parallel" in results["tensor parallel"]["error"]
+        assert "bf16-mixed" in results["fsdp2 scaler"]["error"]

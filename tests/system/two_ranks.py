@@ -11,17 +11,22 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.utils.data import DataLoader, DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from andrea_pl import (
+    ClipDDPStrategy,
+    ClipModelParallelStrategy,
+    ClipSingleDeviceStrategy,
     LanguageModule,
     NonFiniteError,
     TextDataModule,
     TextSource,
     TransformerConfig,
+    UserError,
     Window,
     WindowLoader,
 )
@@ -153,6 +158,136 @@ def sharded_loader() -> dict[str, Any]:
     }
 
 
+class Sharded(ToyU):
+    """Toy U whose parameter is shared out among ranks, one element each."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.unigram = torch.nn.Linear(1, 2, bias=False)
+        torch.nn.init.zeros_(self.unigram.weight)
+        del self.b
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(self.unigram, mesh=self.device_mesh["data_parallel"])
+
+    def loss_sum(self, micro_batch: Any) -> torch.Tensor:
+        self.b = self.unigram(torch.ones(1, 1)).squeeze(0)
+        return super().loss_sum(micro_batch)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor, wherever it lies."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+class GradientsAfterBackward(pl.Callback):
+    """Notes how many parameters have a gradient after each backward pass; FSDP2 gives it when ranks exchange."""
+
+    def __init__(self) -> None:
+        self.present: list[int] = []
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self.present.append(sum(each.grad is not None for each in pl_module.parameters()))
+
+
+def clip_strategy(kind: str, clipper: str) -> Any:
+    if RANKS == 1:
+        return ClipSingleDeviceStrategy(clipper=clipper)
+    if kind == "fsdp2":
+        return ClipModelParallelStrategy(clipper=clipper, process_group_backend="gloo")
+    return ClipDDPStrategy(clipper=clipper, process_group_backend="gloo", static_graph=kind == "static")
+
+
+def clipping(kind: str, build: Any, clipper: str = "extension", updates: int = 10) -> dict[str, Any]:
+    """Train a small language model on windows of two micro-batches a rank, clipped most of the time."""
+    generator = torch.Generator().manual_seed(5)
+    starts = torch.randint(0, 19, (updates, 2, 2, 3), generator=generator)
+    rows = (starts[..., None] + torch.arange(9)) % 19
+
+    def window_of(step: int, rank: int) -> Window:
+        parts = rows[step].flatten(0, 1) if RANKS == 1 else rows[step, rank]
+        return Window(
+            [
+                {"input_ids": part[:, :-1], "labels": part[:, 1:], "num_tokens": part[:, 1:].numel()}
+                for part in parts
+            ]
+        )
+
+    torch.manual_seed(6)
+    shape = TransformerConfig(vocab_size=19, block_size=8, d_model=16, n_heads=2, n_layers=2)
+    module = LanguageModule(shape, optimizer=build, schedule="constant", max_norm=0.9)
+    reports: list[dict[str, Any]] = []
+
+    class Reports(pl.Callback):
+        def take_report(self, trainer: Any, report: Any) -> None:
+            reports.append(dict(report))
+
+    logger, gradients = RowLogger(), GradientsAfterBackward()
+    trainer = build_trainer(
+        devices=RANKS,
+        strategy=clip_strategy(kind, clipper),
+        callbacks=[Reports(), gradients],
+        logger=logger,
+        max_steps=updates,
+        max_epochs=1,
+    )
+    windows = [window_of(step, trainer.global_rank) for step in range(updates)]
+    trainer.fit(module, ListLoader(windows))
+    return {
+        "norms": [float(each["grad_norm"]) for each in reports],
+        "coefficients": [float(each["clip_coefficient"]) for each in reports],
+        "losses": [float(each["loss"]) for each in reports],
+        "types": sorted({type(each["grad_norm"]).__name__ for each in reports}),
+        "weights": [whole(each).double() for each in module.parameters()],
+        "sharded": sum(hasattr(each, "full_tensor") for each in module.parameters()),
+        "present": gradients.present,
+        "logged": logger.series("train/grad_norm"),
+    }
+
+
+def sharded_toy(per_rank: list[list[Any]], **options: Any) -> dict[str, Any]:
+    """Train the sharded Toy U."""
+    module = Sharded(build=adamw, **options)
+    outcomes: list[str] = []
+
+    class Outcomes(pl.Callback):
+        def take_report(self, trainer: Any, report: Any) -> None:
+            outcomes.append(report["outcome"])
+
+    trainer = build_trainer(
+        devices=RANKS, strategy=clip_strategy("fsdp2", "extension"), callbacks=[Outcomes()]
+    )
+    error = None
+    try:
+        trainer.fit(module, ListLoader(per_rank[trainer.global_rank]))
+    except NonFiniteError as caught:
+        error = str(caught)
+    return {"outcomes": outcomes, "weight": whole(module.unigram.weight).flatten(), "error": error}
+
+
+def refused(strategy: Any, **options: Any) -> dict[str, Any]:
+    """Return the message with which a combination is refused."""
+    try:
+        build_trainer(devices=RANKS, strategy=strategy, **options).fit(Sharded(), ListLoader([window(A)]))
+    except UserError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+def scaled() -> Any:
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+
+
+def sgd(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adamw(parameters: Any) -> Any:
+    return torch.optim.AdamW(parameters, lr=3e-3, fused=True)
+
+
 bad = Window([(torch.tensor(A), NAN)])
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "one each": lambda: toy([[window(A)] * 3, [window(B)] * 3], max_norm=None),
@@ -164,10 +299,23 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "many": lambda: toy([[window(A, A, A, A)] * 2, [window(B, B, B, B)] * 2], max_norm=None),
     "language": language,
     "sharded loader": sharded_loader,
+    "ddp sgd": lambda: clipping("ddp", sgd),
+    "ddp adamw": lambda: clipping("ddp", adamw),
+    "ddp adamw torch": lambda: clipping("ddp", adamw, clipper="torch"),
+    "static adamw": lambda: clipping("static", adamw),
+    "fsdp2 sgd": lambda: clipping("fsdp2", sgd),
+    "fsdp2 adamw": lambda: clipping("fsdp2", adamw),
+    "fsdp2 adamw torch": lambda: clipping("fsdp2", adamw, clipper="torch"),
+    "fsdp2 nan skip": lambda: sharded_toy([[window(A)] * 2, [bad, window(B)]], on_nonfinite="skip"),
+    "fsdp2 nan raise": lambda: sharded_toy([[window(A)] * 2, [window(B), bad]]),
+    "tensor parallel": lambda: refused(ModelParallelStrategy(process_group_backend="gloo")),
+    "fsdp2 scaler": lambda: refused(clip_strategy("fsdp2", "torch"), plugins=[scaled()]),
 }
+ON_TWO_ALONE = ("fsdp2 nan skip", "fsdp2 nan raise", "tensor parallel", "fsdp2 scaler")
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    results = {name: scenario() for name, scenario in SCENARIOS.items()}
+    wanted = [name for name in SCENARIOS if RANKS > 1 or name not in ON_TWO_ALONE]
+    results = {name: SCENARIOS[name]() for name in wanted}
     rank = torch.distributed.get_rank() if RANKS > 1 else 0
     torch.save(results, FOLDER / f"rank{rank}.pt")
