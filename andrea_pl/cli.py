@@ -1,9 +1,11 @@
-"""The command `andrea`: LightningCLI's fit, validate, test and predict, and prepare and generate besides."""
+"""The command `andrea`: LightningCLI's fit, validate, test and predict, and some that are ours."""
 
 import json
 import logging
 import sys
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -22,6 +24,7 @@ from andrea_pl.data.module import TextDataModule
 from andrea_pl.errors import UserError
 from andrea_pl.language import LanguageModule
 from andrea_pl.network import Sampling
+from andrea_pl.optim import build_extension
 from andrea_pl.update import NonFiniteError
 
 TRUSTED_IMPORTS = [
@@ -195,11 +198,12 @@ class AndreaCLI(LightningCLI):
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        """Add the subcommand that needs no trainer."""
+        """Add the subcommands that need no trainer."""
         main_kwargs.setdefault("description", "Pretrain language models by exact, token-weighted updates.")
         super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
         action = cast(CommandParser, self.parser).subcommand_action
-        action.add_subcommand("generate", generate_parser(), help="Continue a prompt with a checkpoint.")
+        for name, command in STANDALONE.items():
+            action.add_subcommand(name, command.parser(), help=command.description)
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -238,10 +242,11 @@ class AndreaCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse; `generate` goes its own way, and must be the first word."""
+        """Parse; commands without a trainer go their own way, and must be the first word."""
         super().parse_arguments(parser, args)
-        if self.config["subcommand"] == "generate":
-            raise UserError("write andrea generate first and its options after it")
+        name = self.config["subcommand"]
+        if name in STANDALONE:
+            raise UserError(f"write andrea {name} first and its options after it")
 
     @override
     def after_instantiate_classes(self) -> None:
@@ -332,12 +337,65 @@ def generate_text(
     print(prompt + module.generate([prompt], max_new_tokens, generator, sampling)[0])
 
 
-def generate_parser() -> ArgumentParser:
-    """Return the parser of `andrea generate`."""
-    parser = ArgumentParser(prog="andrea generate", description="Continue a prompt with a checkpoint.")
-    parser.add_argument("-c", "--config", action="config", help="A YAML file with these options.")
+def build_extensions(architectures: list[str]) -> None:
+    """Build the clip extension ahead of time, and say where it lies.
+
+    Args:
+        architectures: CUDA architectures, such as sm_90; the part for CPUs is built in any case.
+    """
+    for target in ("cpu", *architectures):
+        print(f"{target}: {build_extension(target)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandaloneCommand:
+    """A subcommand that needs no trainer."""
+
+    name: str
+    description: str
+    run: Callable[..., None]
+    add_arguments: Callable[[ArgumentParser], None]
+
+    def parser(self) -> ArgumentParser:
+        """Return the parser of its arguments."""
+        parser = ArgumentParser(prog=f"andrea {self.name}", description=self.description)
+        parser.add_argument("-c", "--config", action="config", help="A YAML file with these options.")
+        self.add_arguments(parser)
+        return parser
+
+    def __call__(self, arguments: list[str]) -> None:
+        """Parse and run."""
+        options = self.parser().parse_args(arguments).as_dict()
+        options.pop("config", None)
+        self.run(**options)
+
+
+def _add_generate_arguments(parser: ArgumentParser) -> None:
     parser.add_function_arguments(generate_text)
-    return parser
+
+
+def _add_architectures(parser: ArgumentParser) -> None:
+    told = "CUDA architectures, such as sm_90; the part for CPUs is built in any case."
+    parser.add_argument("architectures", nargs="*", type=str, default=[], help=told)
+
+
+STANDALONE = {
+    command.name: command
+    for command in (
+        StandaloneCommand(
+            name="generate",
+            description="Continue a prompt with a checkpoint.",
+            run=generate_text,
+            add_arguments=_add_generate_arguments,
+        ),
+        StandaloneCommand(
+            name="build-extension",
+            description="Build the clip extension ahead of time.",
+            run=build_extensions,
+            add_arguments=_add_architectures,
+        ),
+    )
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -353,11 +411,8 @@ def main(argv: list[str] | None = None) -> int:
     _quieten_lightning()
     try:
         arguments = _restrict(arguments)
-        if arguments[:1] == ["generate"]:
-            parser = generate_parser()
-            options = parser.parse_args(arguments[1:]).as_dict()
-            options.pop("config", None)
-            generate_text(**options)
+        if arguments and arguments[0] in STANDALONE:
+            STANDALONE[arguments[0]](arguments[1:])
         else:
             AndreaCLI(arguments)
     except (UserError, NonFiniteError, MisconfigurationException, OSError, UnicodeError) as error:

@@ -77,8 +77,9 @@ MUTANTS = {
     "the scale is one chunk off": ("gridDim.x - 1 - blockIdx.x", "gridDim.x - blockIdx.x"),
     "nothing is written back": ("for_each_pack<true, kPacks", "for_each_pack<false, kPacks"),
     "half precision is rounded twice": (
-        "assign(half& target, float value) { target = __float2half(value)",
-        "assign(half& target, float value) { target = __float2half(__half2float(__float2half(value / 2)) * 2)",
+        "void assign(half& target, float value) { target = __float2half(value); }",
+        "void assign(half& target, float value) {"
+        " target = __float2half(__half2float(__float2half(2 * value)) / 2); }",
     ),
 }
 

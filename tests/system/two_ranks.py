@@ -183,7 +183,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class GradientsAfterBackward(pl.Callback):
-    """Notes how many parameters have a gradient after each backward pass; FSDP2 gives it when ranks exchange."""
+    """Notes how many parameters have a gradient after each backward pass; FSDP2 gives it by exchange."""
 
     def __init__(self) -> None:
         self.present: list[int] = []
