@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import lightning.pytorch as pl
+import lightning.pytorch.strategies
 import torch
 from jsonargparse import ArgumentParser, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
+import andrea_pl.strategies
 from andrea_callbacks.console import RunReport, UpdateProgressBar
 from andrea_pl.checkpoint import read_block, read_checkpoint
 from andrea_pl.data.module import TextDataModule
@@ -222,6 +225,9 @@ class AndreaCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Add the bar and the final report, where the user gave none of their kind."""
         config = self._get(self.config_init, "trainer", default={})
+        strategy = _named_strategy(config.get("strategy"))
+        if strategy is not None:
+            kwargs["strategy"] = strategy
         callbacks: Any = config.get("callbacks") or []
         given = cast("list[Callback]", callbacks if isinstance(callbacks, list) else [callbacks])
         added: list[Callback] = []
@@ -470,6 +476,18 @@ def _restrict(arguments: list[str]) -> list[str]:
     except ValueError as error:
         raise UserError(f"{TRUST_FLAG}: {error}") from error
     return kept
+
+
+def _named_strategy(name: Any) -> Strategy | None:
+    """Return the strategy of a class path without options, which the parser takes for a registered name."""
+    if not isinstance(name, str):
+        return None
+    module, _, kind = name.rpartition(".")
+    for package in (andrea_pl.strategies, lightning.pytorch.strategies):
+        found = getattr(package, kind, None)
+        if module in ("", package.__name__) and isinstance(found, type) and issubclass(found, Strategy):
+            return found()
+    return None
 
 
 def _load_weights(module: LanguageModule, path: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 collect_ignore = [  # run in processes of their own
+    "system/commands.py",
     "system/two_ranks.py",
     "system/steady_memory.py",
     "kernels/builds.py",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from test_command import andrea
+from commands import andrea
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 SHORT = ["--trainer.max_steps", "1", "--trainer.limit_val_batches", "0", "--data.sequences_per_update", "2"]

@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,8 @@ import pytest
 import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from commands import andrea, andrea_from_scratch
 
 pytestmark = pytest.mark.system
 
@@ -44,18 +44,6 @@ model:
 """
 
 
-def andrea(*arguments: str, timeout: int = 240, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in the working folder."""
-    return subprocess.run(
-        [sys.executable, "-m", "andrea_pl", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
-
-
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Read all scalars of an event file back."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
@@ -84,7 +72,7 @@ def tiny(tmp_path: Path) -> Path:
 
 def test_overfit() -> None:
     """60 updates by the first seed's section 8.2; every scalar at steps 1 to 60, once, increasing."""
-    result = andrea("fit", "--config", str(CONFIGS / "overfit.yaml"))
+    result = andrea_from_scratch("fit", "--config", str(CONFIGS / "overfit.yaml"))
     assert result.returncode == 0, result.stderr
     found = scalars(Path("runs/overfit/version_0"))
     steps = list(range(1, 61))
@@ -355,17 +343,59 @@ def test_named_optimizer_in_yaml(tiny: Path) -> None:
     assert scalars(Path("lightning_logs/version_0"))["train/lr"][0][1] == pytest.approx(0.02)
 
 
+@pytest.mark.parametrize(
+    ("options", "clipper"),
+    [
+        (["--trainer.strategy", "clip_single_device"], "auto"),
+        (["--trainer.strategy=andrea_pl.strategies.ClipSingleDeviceStrategy"], "auto"),
+        (["--trainer.strategy=ClipSingleDeviceStrategy", "--trainer.strategy.clipper=torch"], "torch"),
+    ],
+)
+def test_clip_strategies_by_name_and_class_path(tiny: Path, options: list[str], clipper: str) -> None:
+    """The run is that without a strategy, to rounding."""
+    plain = andrea("fit", "--config", str(tiny))
+    result = andrea("fit", "--config", str(tiny), *options)
+    assert result.returncode == 0, result.stderr
+    ours, theirs = (scalars(log_folder(each)) for each in (result, plain))
+    for tag in ("train/grad_norm", "train/loss", "val/loss"):
+        assert ours[tag] == [(step, pytest.approx(value, rel=1e-5)) for step, value in theirs[tag]]
+    kept = yaml.safe_load((log_folder(result) / "config.yaml").read_text())["trainer"]["strategy"]
+    assert kept == options[-1].partition("=")[2] or kept in options or kept["init_args"]["clipper"] == clipper
+
+
+def test_a_clipper_that_cannot_be_had(tiny: Path) -> None:
+    """An error before training, which says what to install; `auto` goes on with torch."""
+    environment = {"PATH": "", "TORCH_EXTENSIONS_DIR": "empty", "CXX": ""}
+    options = ["--trainer.strategy=ClipSingleDeviceStrategy", "--trainer.strategy.clipper"]
+    refused = andrea("fit", "--config", str(tiny), *options, "extension", **environment)
+    assert refused.returncode == 1
+    assert "needs a C++20 compiler: install g++" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    going = andrea("fit", "--config", str(tiny), *options, "auto", **environment)
+    assert going.returncode == 0
+    assert going.stderr.count("clipping with torch: the clip extension needs a C++20 compiler") == 1
+
+
+def test_build_extension() -> None:
+    result = andrea("build-extension")
+    assert result.returncode == 0, result.stderr
+    assert re.fullmatch(r"cpu: \S+andrea_clip_cpu.so\n", result.stdout)
+    unknown = andrea("build-extension", "hopper")
+    assert unknown.returncode == 1
+    assert "'hopper' is no CUDA architecture" in unknown.stderr
+
+
 def test_two_ranks_train_as_one(tiny: Path) -> None:
     """`--trainer.devices 2` starts the second process itself, prepares once, and logs the same curve."""
     curves, rows = [], []
     Path("mine.py").write_text("import lightning.pytorch as pl\n\nclass Quiet(pl.Callback):\n    pass\n")
     trusted = ["--trust_imports", "mine", "--trainer.callbacks", "mine.Quiet"]
     for options in ([], ["--trainer.devices", "2", "--trainer.strategy", "ddp", *trusted]):
-        result = andrea("fit", "--config", str(tiny), *options, PYTHONPATH=str(Path.cwd()))
+        result = andrea_from_scratch("fit", "--config", str(tiny), *options, PYTHONPATH=str(Path.cwd()))
         assert result.returncode == 0, result.stderr
         curves.append(scalars(log_folder(result)))
         checkpoint = ["--ckpt_path", str(next((log_folder(result) / "checkpoints").glob("*.ckpt")))]
-        predicted = andrea(
+        predicted = andrea_from_scratch(
             "predict", "--config", str(tiny), *options, *checkpoint, PYTHONPATH=str(Path.cwd())
         )
         assert predicted.returncode == 0, predicted.stderr
@@ -379,12 +409,13 @@ def test_two_ranks_train_as_one(tiny: Path) -> None:
 def test_help_is_complete() -> None:
     top = andrea("--help")
     assert top.returncode == 0
-    for subcommand in ("fit", "validate", "test", "predict", "prepare", "generate"):
+    for subcommand in ("fit", "validate", "test", "predict", "prepare", "generate", "build-extension"):
         assert subcommand in top.stdout
         page = andrea(subcommand, "--help")
         assert page.returncode == 0
         words = {
             "generate": ["--prompt", "--top_p"],
+            "build-extension": ["architectures", "sm_90"],
             "fit": ["--init_from", "--trust_imports", "--model.max_norm"],
         }
         for word in words.get(subcommand, ["--data.sources", "--trust_imports"]):

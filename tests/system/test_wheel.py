@@ -16,6 +16,10 @@ FILES = [
     "andrea_pl/data/module.py",
     "andrea_pl/network/transformer.py",
     "andrea_pl/optim/schedules.py",
+    "andrea_pl/strategies/hook.py",
+    "andrea_pl/csrc/clip_kernels.cuh",
+    "andrea_pl/csrc/clip_cpu.cpp",
+    "andrea_pl/csrc/clip_cuda.cu",
     "andrea_callbacks/__init__.py",
     "andrea_callbacks/py.typed",
 ]
@@ -66,6 +70,8 @@ def test_wheel_and_sdist(tmp_path: Path) -> None:
     config = environment / "share" / "andrea_pl" / "configs" / "overfit.yaml"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    said = run(environment / "bin" / "andrea", "fit", "--config", config, cwd=elsewhere)
+    strategy = "--trainer.strategy=ClipSingleDeviceStrategy"
+    clipper = "--trainer.strategy.clipper=extension"
+    said = run(environment / "bin" / "andrea", "fit", "--config", config, strategy, clipper, cwd=elsewhere)
     assert "epoch 60: loss 0.0" in said
     assert list((elsewhere / "runs").rglob("*.ckpt"))

@@ -1,0 +1,121 @@
+"""Runs the command `andrea` in processes of its own, forked from one that has imported everything.
+
+A command spends seconds on imports before it does anything. Here one process imports once, and forks a
+child for each command: what a child does to itself ends with it.
+"""
+
+import atexit
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+Result = subprocess.CompletedProcess[str]
+
+
+def andrea(*arguments: str, timeout: int = 240, **environment: str) -> Result:
+    """Run the command in the working folder, by a fork."""
+    return Nursery.shared().run(list(arguments), environment)
+
+
+def andrea_from_scratch(*arguments: str, timeout: int = 240, **environment: str) -> Result:
+    """Run the command in the working folder as a shell would."""
+    return subprocess.run(
+        [sys.executable, "-m", "andrea_pl", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+class Nursery:
+    """The process that has imported everything, seen from the tests."""
+
+    _shared: "Nursery | None" = None
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        atexit.register(self.process.terminate)
+
+    @classmethod
+    def shared(cls) -> "Nursery":
+        """Return the one of this test process."""
+        if cls._shared is None or cls._shared.process.poll() is not None:
+            cls._shared = cls()
+        return cls._shared
+
+    def run(self, arguments: list[str], environment: dict[str, str]) -> Result:
+        """Have a child run the command, and return what came of it."""
+        with tempfile.TemporaryDirectory() as folder:
+            outputs = [str(Path(folder) / name) for name in ("stdout", "stderr")]
+            request = {
+                "arguments": arguments,
+                "folder": str(Path.cwd()),
+                "environment": {**os.environ, "OMP_NUM_THREADS": "1", **environment},
+                "outputs": outputs,
+            }
+            assert self.process.stdin
+            assert self.process.stdout
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+            assert answer, "the process that commands are forked from has ended; its words are above"
+            code = int(answer)
+            texts = [Path(each).read_text(encoding="utf-8", errors="replace") for each in outputs]
+        return Result(["andrea", *arguments], code, *texts)
+
+
+def serve() -> None:
+    """Import everything, then fork a child for every request on the standard input."""
+    importlib.import_module("andrea_pl.cli")
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            live(request)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def live(request: dict[str, Any]) -> None:
+    """Be the command."""
+    from andrea_pl.cli import main
+
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    for number, path in enumerate(request["outputs"], start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    arguments = cast("list[str]", request["arguments"])
+    sys.argv = ["andrea", *arguments]
+    code: Any = 1
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+if __name__ == "__main__":
+    serve()
