@@ -212,17 +212,16 @@ class TokenWeightedModule(pl.LightningModule):
         if stage == "fit" and isinstance(self.trainer.strategy, FSDPStrategy):
             raise UserError(
                 "FSDPStrategy (FSDP1) cannot run the backward passes of manual optimization; use "
-                "ModelParallelStrategy (FSDP2), --trainer.strategy=model_parallel, with fully_shard on inner "
-                "modules"
+                "ModelParallelStrategy (FSDP2), trainer.strategy: clip_model_parallel, with fully_shard on "
+                "inner modules"
             )
         if stage == "fit" and isinstance(self.trainer.strategy, ModelParallelStrategy):
             ranks = self.trainer.strategy.device_mesh["tensor_parallel"].size()
             if ranks > 1:
                 raise UserError(
-                    f"{ranks} ranks of tensor parallelism work on the same text, whose tokens would be "
-                    f"counted "
-                    "as often; use trainer.strategy: clip_model_parallel, or give ModelParallelStrategy "
-                    "tensor_parallel_size: 1 and data_parallel_size: the number of ranks"
+                    f"{ranks} ranks of tensor parallelism work on the same text, and its tokens would be "
+                    f"counted {ranks} times; use trainer.strategy: clip_model_parallel, or give "
+                    "ModelParallelStrategy tensor_parallel_size 1 and data_parallel_size the number of ranks"
                 )
 
     @override

@@ -58,6 +58,14 @@ class _Moment:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fold:
+    """What was put into an optimizer's next step: for which gradients, and whether `found_inf` is ours."""
+
+    moment: _Moment
+    holds: bool
+
+
 class Clipper:
     """Measures and clips the gradients of optimizers, whatever their kind, devices and sharding.
 
@@ -80,7 +88,7 @@ class Clipper:
         self.kind: ClipperKind = kind
         self._extended: dict[torch.device, bool] = {}
         self._measured: WeakKeyDictionary[Optimizer, tuple[_Moment, GradientNorm]] = WeakKeyDictionary()
-        self._folded: WeakKeyDictionary[Optimizer, _Moment] = WeakKeyDictionary()
+        self._folded: WeakKeyDictionary[Optimizer, _Fold] = WeakKeyDictionary()
         self._watched: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -212,13 +220,21 @@ class Clipper:
         folded.grad_scale = divisor
         if held is not None:
             folded.found_inf = held
-        self._folded[optimizer] = _Moment.of(optimizer)
+        moment, _ = self._measured[optimizer]
+        self._folded[optimizer] = _Fold(moment=moment, holds=held is not None)
 
     def _unfold(self, optimizer: Optimizer, *_: Any) -> None:
         """Take back what was folded into the optimizer's next step."""
-        if self._folded.pop(optimizer, None) is not None:
-            # None and not deleted: a GradScaler deletes them after the step
-            cast(Any, optimizer).grad_scale = cast(Any, optimizer).found_inf = None
+        fold = self._folded.pop(optimizer, None)
+        if fold is None:
+            return
+        folded = cast(Any, optimizer)
+        if not fold.holds and hasattr(optimizer, "found_inf"):
+            folded.grad_scale = None  # a GradScaler is at work, and deletes both after the step
+            return
+        del folded.grad_scale
+        if fold.holds:
+            del folded.found_inf
 
     def _watch(self, optimizer: Optimizer) -> None:
         """See to it that nothing outlives the step, or the gradients, that it was meant for."""
@@ -229,8 +245,8 @@ class Clipper:
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Forget a coefficient that an exception left behind: its gradients are not those of this step."""
-        moment = self._folded.get(optimizer)
-        if moment is not None and not moment.is_now(optimizer):
+        fold = self._folded.get(optimizer)
+        if fold is not None and not fold.moment.is_now(optimizer):
             self._unfold(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:

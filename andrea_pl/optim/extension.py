@@ -48,10 +48,12 @@ def load_extension(device: torch.device) -> None:
     if device.type == "cuda":
         architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
         _load_once(architecture, lambda: build_extension(architecture))
-    probe = torch.tensor([3.0, 4.0], device=device)
-    rows = torch.ops.andrea_clip.squared_norms([probe])
-    if rows.tolist() != [[25.0, 0.0]]:
-        raise ExtensionError(f"the clip extension gives wrong sums on {device}: {rows.tolist()} for [3, 4]")
+    try:
+        rows = torch.ops.andrea_clip.squared_norms([torch.tensor([3.0, 4.0], device=device)]).tolist()
+    except RuntimeError as error:
+        raise ExtensionError(f"the clip extension does not run on {device}: {error}") from error
+    if rows != [[25.0, 0.0]]:
+        raise ExtensionError(f"the clip extension gives wrong sums on {device}: {rows} for [3, 4]")
 
 
 def build_extension(target: str) -> Path:

@@ -164,6 +164,8 @@ def _values(gradient: Tensor) -> Tensor:
 
 def _is_sharded(gradient: Tensor) -> bool:
     """Say whether a tensor is a DTensor, without importing that module where nobody else did."""
+    if type(gradient) is Tensor:
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(gradient, module.DTensor)
 

@@ -251,6 +251,7 @@ def test_nothing_stale_survives_an_exception(kind: Any) -> None:
             clipper.clip_gradients(optimizer, 1.0)
         optimizer.step()
         assert weights(optimizer)[0].tolist() == pytest.approx([-0.3, -0.4])
+        assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
 
 
 @KINDS
@@ -262,6 +263,7 @@ def test_hold(kind: Any) -> None:
         assert float(coefficient) == pytest.approx(0.2)
         optimizer.step()
         assert weights(optimizer)[0].tolist() == pytest.approx(moved)
+        assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
     adam = torch.optim.AdamW([parameter(torch.tensor([3.0, 4.0]))], fused=True)
     Clipper(kind).clip_gradients(adam, math.inf, torch.tensor(1.0))
     adam.step()
