@@ -154,6 +154,14 @@ def test_clipped_runs_are_those_of_one_process(name: str, both: list[Results], a
         assert torch.equal(here, there)
 
 
+@pytest.mark.parametrize("name", ["automatic", "automatic static"])
+def test_other_projects_accumulate_and_clip(name: str, both: list[Results], alone: Results) -> None:
+    """Lightning#18086: accumulation under a static graph, by Lightning's own loop."""
+    for results in both:
+        for here, there in zip(results[name]["weights"], alone[name]["weights"], strict=True):
+            torch.testing.assert_close(here, there)
+
+
 @pytest.mark.parametrize("name", ["fsdp2 sgd", "fsdp2 adamw"])
 def test_a_sharded_norm_is_a_plain_global_number(name: str, both: list[Results]) -> None:
     for results in (each[name] for each in both):

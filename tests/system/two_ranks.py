@@ -267,6 +267,39 @@ def sharded_toy(per_rank: list[list[Any]], **options: Any) -> dict[str, Any]:
     return {"outcomes": outcomes, "weight": whole(module.unigram.weight).flatten(), "error": error}
 
 
+class Foreign(pl.LightningModule):
+    """Automatic optimization in a project that knows nothing of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = torch.nn.Linear(4, 2).double()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).square().sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def automatic(static_graph: bool) -> dict[str, Any]:
+    """Accumulate two batches of each rank, and clip by Lightning's own option."""
+    generator = torch.Generator().manual_seed(8)
+    batches = torch.randn(6, 2, 3, 4, generator=generator).double()
+    strategy = ClipDDPStrategy(process_group_backend="gloo", static_graph=static_graph)
+    trainer = build_trainer(
+        devices=RANKS,
+        strategy=strategy if RANKS > 1 else ClipSingleDeviceStrategy(),
+        accumulate_grad_batches=2 * (3 - RANKS),
+        gradient_clip_val=0.5,
+    )
+    # one rank sees what both see, one after the other; there the mean over ranks becomes one over batches
+    rows = batches.flatten(0, 1) if RANKS == 1 else batches[:, trainer.global_rank]
+    module = Foreign()
+    trainer.fit(module, ListLoader(list(rows)))
+    return {"weights": [each.detach().clone() for each in module.parameters()]}
+
+
 def refused(strategy: Any, **options: Any) -> dict[str, Any]:
     """Return the message with which a combination is refused."""
     try:
@@ -303,6 +336,8 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "ddp adamw": lambda: clipping("ddp", adamw),
     "ddp adamw torch": lambda: clipping("ddp", adamw, clipper="torch"),
     "static adamw": lambda: clipping("static", adamw),
+    "automatic": lambda: automatic(static_graph=False),
+    "automatic static": lambda: automatic(static_graph=True),
     "fsdp2 sgd": lambda: clipping("fsdp2", sgd),
     "fsdp2 adamw": lambda: clipping("fsdp2", adamw),
     "fsdp2 adamw torch": lambda: clipping("fsdp2", adamw, clipper="torch"),
