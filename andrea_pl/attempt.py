@@ -61,20 +61,23 @@ class HostCopy:
 
 
 class ScheduleState:
-    """A scheduler's state and its optimizer's rates at one moment."""
+    """A scheduler's state at one moment, and what it writes into its optimizer: rates, momenta, betas."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._state = copy.deepcopy(scheduler.state_dict())
-        optimizer: Optimizer = scheduler.optimizer
-        self._rates = [copy.deepcopy(group["lr"]) for group in optimizer.param_groups]
+        self._groups = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in cast(Optimizer, scheduler.optimizer).param_groups
+        ]
 
     def restore(self) -> None:
         """Put back what was."""
         self._scheduler.load_state_dict(self._state)
-        optimizer: Optimizer = self._scheduler.optimizer
-        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        groups = cast(Optimizer, self._scheduler.optimizer).param_groups
+        for group, kept in zip(groups, self._groups, strict=True):
+            for key, value in kept.items():
+                if isinstance(group[key], Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value

@@ -28,6 +28,7 @@ from andrea_pl.errors import UserError
 from andrea_pl.language import LanguageModule
 from andrea_pl.network import Sampling
 from andrea_pl.optim import build_extension
+from andrea_pl.optim.extension import canonical_target
 from andrea_pl.update import NonFiniteError
 
 TRUSTED_IMPORTS = [
@@ -349,7 +350,8 @@ def build_extensions(architectures: list[str]) -> None:
     Args:
         architectures: CUDA architectures, such as sm_90; the part for CPUs is built in any case.
     """
-    for target in ("cpu", *architectures):
+    targets = ["cpu", *map(canonical_target, architectures)]
+    for target in targets:
         print(f"{target}: {build_extension(target)}")
 
 
@@ -486,7 +488,12 @@ def _named_strategy(name: Any) -> Strategy | None:
     for package in (andrea_pl.strategies, lightning.pytorch.strategies):
         found = getattr(package, kind, None)
         if module in ("", package.__name__) and isinstance(found, type) and issubclass(found, Strategy):
-            return found()
+            try:
+                return found()
+            except TypeError as error:
+                raise UserError(
+                    f"trainer.strategy: {name} needs options, or is none by itself: {error}"
+                ) from error
     return None
 
 

@@ -38,7 +38,7 @@ from andrea_callbacks.updates import EpochSummary, UpdateLog, publish_report
 from andrea_pl.attempt import Attempt, HostCopy, ScheduleState
 from andrea_pl.data.windows import Window, WindowLoader
 from andrea_pl.errors import UserError
-from andrea_pl.optim.clipping import LARGEST, Clipper, can_hold
+from andrea_pl.optim.clipping import Clipper, can_hold
 from andrea_pl.strategies.synchronization import only_last_synchronizes
 
 FALLING_SCALE_UPDATES = 5
@@ -105,6 +105,7 @@ class TokenWeightedModule(pl.LightningModule):
         self._consecutive_skips = 0
         self._attempt: Attempt | None = None
         self._pending: Attempt | None = None
+        self._is_accumulating = False
         self._clipper = Clipper("torch")
         self.register_state_dict_pre_hook(_settle_before_state)
 
@@ -123,7 +124,7 @@ class TokenWeightedModule(pl.LightningModule):
         if not window:
             raise UserError("an empty window: a loader must put at least one micro-batch into each")
         optimizer = cast(LightningOptimizer, self.optimizers())
-        self.zero_grad(set_to_none=True)  # an exception may have left half an update behind
+        self._clear_leftovers()
         tokens = self._count_window(window)
         loss_sum, micro_losses = self._accumulate(window, tokens)
         self.settle_update()
@@ -160,15 +161,17 @@ class TokenWeightedModule(pl.LightningModule):
         with torch.autocast(self.device.type, enabled=False):
             loss = attempt.loss = attempt.loss_sum / _divisor(attempt.tokens)
             norm = attempt.norm = hook.gradient_norm(optimizer)
+            is_bad = self._is_bad(loss, norm.total, attempt.tokens)
             if self._defers_verdict(attempt, optimizer):
-                hold = self._is_bad(loss, norm.total, attempt.tokens)
-                attempt.coefficient = hook.clip_gradients(optimizer, self._bound(), hold)
-                attempt.verdict = HostCopy(_row(loss, norm.total, attempt.tokens, attempt.coefficient))
+                attempt.coefficient = hook.clip_gradients(optimizer, self._bound(), is_bad)
+                attempt.verdict = HostCopy(
+                    _row(loss, norm.total, attempt.tokens, is_bad, attempt.coefficient)
+                )
                 return
-            self._decide(attempt, *HostCopy(_row(loss, norm.total, attempt.tokens)).read())
+            self._decide(attempt, *HostCopy(_row(loss, attempt.tokens, is_bad)).read())
             if attempt.outcome == "applied":
                 attempt.coefficient = hook.clip_gradients(optimizer, self._bound())
-        if attempt.outcome not in ("applied", "scaler_skip"):
+        if attempt.outcome != "applied":
             optimizer.zero_grad(set_to_none=True)
         self._count_skips_or_raise(attempt, optimizer)
 
@@ -184,8 +187,8 @@ class TokenWeightedModule(pl.LightningModule):
         attempt, self._pending = self._pending, None
         if attempt is None or attempt.verdict is None:
             return
-        loss, norm, tokens, coefficient = attempt.verdict.read()
-        self._decide(attempt, loss, norm, tokens)
+        loss, norm, tokens, is_bad, coefficient = attempt.verdict.read()
+        self._decide(attempt, loss, tokens, is_bad)
         attempt.verdict = None
         if attempt.loss is not None and attempt.norm is not None:  # callbacks need no device any more
             attempt.loss = torch.tensor(loss, dtype=torch.float64)
@@ -229,6 +232,16 @@ class TokenWeightedModule(pl.LightningModule):
         """Finish the update before validation starts, so that its figures come first."""
         self.settle_update()
         super().on_validation_model_eval()
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        """Finish the epoch's last update, where no callback did."""
+        self.settle_update()
+
+    @override
+    def on_train_end(self) -> None:
+        """Finish the last update, where no callback did."""
+        self.settle_update()
 
     @override
     def on_train_start(self) -> None:
@@ -275,7 +288,27 @@ class TokenWeightedModule(pl.LightningModule):
         if self.trainer.world_size == 1:
             return tokens
         local = torch.full((), 0, dtype=torch.int64, device=self.device) + tokens  # waits for no copy
-        return cast(Tensor, self.trainer.strategy.reduce(local, reduce_op="sum"))
+        return self._sum_over_ranks(local)
+
+    def _sum_over_ranks(self, figure: Tensor) -> Tensor:
+        """Add up a number of each rank. Lightning's own reduction has the host wait at a barrier first."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(figure)
+            return figure
+        return cast(Tensor, self.trainer.strategy.reduce(figure, reduce_op="sum"))
+
+    def _clear_leftovers(self) -> None:
+        """Take back what an exception may have left of an update that was given up."""
+        self.zero_grad(set_to_none=True)
+        scaler = self._scaler()
+        if self._attempt is not None and scaler is not None:
+            scaler.update(scaler.get_scale())  # which forgets that gradients were unscaled
+        self._attempt = None
+        if self._is_accumulating and isinstance(self.trainer.strategy, ModelParallelStrategy):
+            raise UserError(
+                "an exception broke an update off between two micro-batches, and FSDP2 keeps what it had "
+                "accumulated where nobody can take it back; resume from a checkpoint"
+            )
 
     def _accumulate(self, window: list[Any], tokens: int | Tensor) -> tuple[Tensor, list[Tensor]]:
         """Run every micro-batch forward and backward, one graph at a time.
@@ -285,6 +318,7 @@ class TokenWeightedModule(pl.LightningModule):
         """
         scale = self.trainer.world_size / _divisor(tokens)
         losses: list[Tensor] = []
+        self._is_accumulating = True
         for number, micro_batch in enumerate(window, start=1):
             with only_last_synchronizes(self.trainer.strategy, number == len(window)):
                 loss = self.loss_sum(micro_batch)
@@ -303,9 +337,10 @@ class TokenWeightedModule(pl.LightningModule):
                         "a graph) instead of a constant"
                     )
                 del loss
+        self._is_accumulating = False
         total = torch.stack(losses).to(_widest(self.device)).sum()
         if self.trainer.world_size > 1:
-            total = cast(Tensor, self.trainer.strategy.reduce(total, reduce_op="sum"))
+            total = self._sum_over_ranks(total)
         return total, losses
 
     def _scaler(self) -> torch.amp.GradScaler | None:
@@ -325,29 +360,29 @@ class TokenWeightedModule(pl.LightningModule):
     def _bound(self) -> float:
         return math.inf if self.max_norm is None else self.max_norm
 
-    def _reach(self, norm: Any) -> Any:
-        """Return what must lie within float32 for a norm to be one that a step can be clipped by."""
-        return norm / min(1.0, self._bound())
-
     def _defers_verdict(self, attempt: Attempt, optimizer: Optimizer) -> bool:
         """Say whether the device can judge the update and hold its step, so that the host need not wait."""
         is_empty = isinstance(attempt.tokens, int) and not attempt.tokens
         return _judges_by_itself(self.device) and not self._scaler() and can_hold(optimizer) and not is_empty
 
     def _is_bad(self, loss: Tensor, norm: Tensor, tokens: int | Tensor) -> Tensor:
-        """Return 1 where an update must change nothing, else 0, without asking the device; see `_decide`."""
-        is_good = torch.isfinite(loss).to(norm.device) & torch.isfinite(self._reach(norm).float())
+        """Return 1 where an update must change nothing, else 0, without asking the device.
+
+        A norm, or its multiple of the bound, beyond float32 is not one that a step can be clipped by.
+        """
+        reach = norm / min(1.0, self._bound())
+        is_good = torch.isfinite(loss).to(norm.device) & torch.isfinite(reach.float())
         if isinstance(tokens, Tensor):
             is_good &= tokens.to(norm.device) > 0
         return (~is_good).float()
 
-    def _decide(self, attempt: Attempt, loss: float, norm: float, tokens: float) -> None:
+    def _decide(self, attempt: Attempt, loss: float, tokens: float, is_bad: float) -> None:
         """Set the outcome of an update by its figures on the host."""
         attempt.tokens = int(tokens)
         if attempt.tokens == 0:
             attempt.outcome = "empty"
             attempt.loss = attempt.norm = None
-        elif not math.isfinite(loss) or not self._reach(norm) <= LARGEST:
+        elif is_bad:
             attempt.nonfinite = self._name_nonfinite(attempt, math.isfinite(loss))
             if self._scaler() is not None and math.isfinite(loss):
                 attempt.outcome = "scaler_skip"
@@ -367,18 +402,10 @@ class TokenWeightedModule(pl.LightningModule):
                 else "another rank's micro-batch"
             )
             parts.append(f"the loss of {of}")
-        parameter = self._first_nonfinite(attempt)
+        parameter = None if attempt.norm is None else attempt.norm.first_nonfinite(self)
         if parameter is not None:
             parts.append(f"the gradient of {parameter}")
         return " and ".join(parts) or "the norm of the gradients"
-
-    def _first_nonfinite(self, attempt: Attempt) -> str | None:
-        """Return the name of the first parameter with a NaN or Inf in its gradient."""
-        if attempt.norm is None:
-            return None
-        counts = cast("list[float]", attempt.norm.nonfinite.tolist())
-        bad = {id(each) for each, count in zip(attempt.norm.parameters, counts, strict=True) if count}
-        return next((name for name, each in self.named_parameters() if id(each) in bad), None)
 
     def _count_skips_or_raise(self, attempt: Attempt, optimizer: Optimizer | None) -> None:
         """Count updates skipped in a row, and stop where that is the policy.
@@ -397,7 +424,6 @@ class TokenWeightedModule(pl.LightningModule):
             attempt.outcome = "nonfinite_raise"
             if optimizer is not None:
                 optimizer.zero_grad(set_to_none=True)
-            self._attempt = None
             self._publish(attempt)
             raise NonFiniteError(
                 f"update {attempt.number}: {attempt.nonfinite} is not finite; {fault}. Weights, moments and "

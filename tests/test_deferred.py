@@ -8,12 +8,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LinearLR, SequentialLR
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import andrea_pl.update
 from andrea_callbacks import EpochSummary, FiniteGuard, PreClipNorm
 from andrea_pl import ClipSingleDeviceStrategy, NonFiniteError, Window
 from andrea_pl.attempt import HostCopy, ScheduleState
+from andrea_pl.optim import Clipper
 from toy import ListLoader, RowLogger, ToyU, build_trainer, window
 
 A, B, NAN, INF = [0], [1, 1, 1], float("nan"), float("inf")
@@ -227,6 +229,96 @@ def test_callbacks_see_the_averaged_gradient(deferring: None) -> None:
 
     run(ToyU(fused, max_norm=0.1), [window(A, B)], callbacks=[Looks()])
     assert seen[0].tolist() == pytest.approx([0.25, -0.25])
+
+
+class NoReading(TorchDispatchMode):
+    """Refuses to turn a tensor into a number, which is how a host waits for its device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a number was read"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["torch", "extension"])
+@pytest.mark.parametrize("max_norm", [0.1, None])
+def test_no_number_is_read_within_an_update(
+    deferring: None, kind: Any, max_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two batches nothing of ours asks the device for anything but the verdict before."""
+    original = HostCopy.read
+    modes: list[Any] = []
+
+    def reading(self: HostCopy) -> list[float]:
+        with _disable_current_modes():
+            return original(self)
+
+    monkeypatch.setattr(HostCopy, "read", reading)
+    measured = Clipper._squared_norms
+    if kind == "torch":  # whose CPU path reads its sums, to look at tiny ones again
+
+        def measuring(self: Any, tensors: Any) -> Tensor:
+            with _disable_current_modes():
+                return measured(self, tensors)
+
+        monkeypatch.setattr(Clipper, "_squared_norms", measuring)
+
+    class Watched(ToyU):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with NoReading() as mode:
+                modes.append(mode)
+                return super().training_step(batch, batch_idx)
+
+        def count_tokens(self, micro_batch: Any) -> int:
+            return len(micro_batch)
+
+    module = Watched(fused, halving, max_norm=max_norm)
+    run(module, [window(A, B), window(A), window(B)], strategy=ClipSingleDeviceStrategy(kind))
+    assert (len(modes), module.updates_applied) == (3, 3)
+
+
+def test_first_update_of_fused_sgd_with_momentum(deferring: None) -> None:
+    """Which no device can hold; the host judges it, and the buffers are what they should be."""
+
+    def build(parameters: Any) -> Any:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+
+    module, clean = (ToyU(build, on_nonfinite="skip") for _ in range(2))
+    assert run(module, [BAD, window(A, B), BAD, window(A)]).returned == [
+        "nonfinite_skip",
+        "applied",
+        "pending",
+        "pending",
+    ]
+    run(clean, [window(A, B), window(A)])
+    assert torch.equal(module.b, clean.b)
+
+
+@pytest.mark.parametrize("schedule", [OneCycleLR, CyclicLR])
+def test_schedules_that_move_more_than_the_rate(schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OneCycleLR and CyclicLR write betas too; after a bad update those are put right as well."""
+
+    def build(optimizer: Any) -> Any:
+        if schedule is OneCycleLR:
+            return OneCycleLR(optimizer, 0.1, total_steps=9)
+        return CyclicLR(optimizer, 0.01, 0.1, step_size_up=3)
+
+    weights = []
+    for defers in (False, True):
+        monkeypatch.setattr(andrea_pl.update, "_judges_by_itself", lambda device, defers=defers: defers)
+        module = ToyU(fused, build, on_nonfinite="skip")
+        run(module, [window(A, B), BAD, window(B), window(A)])
+        weights.append(module.b.detach())
+    assert torch.equal(*weights)
+
+
+def test_a_module_without_callbacks_settles_too(deferring: None) -> None:
+    class Bare(ToyU):
+        def configure_callbacks(self) -> list[Any]:
+            return []
+
+    module = Bare(fused)
+    with pytest.raises(NonFiniteError, match="update 2"):
+        build_trainer(strategy=ClipSingleDeviceStrategy()).fit(module, ListLoader([window(A), BAD]))
 
 
 def test_schedule_state_restores_nested_schedulers() -> None:

@@ -1,8 +1,6 @@
 // Defines the operators of the clip stage, on LibTorch's stable ABI, and runs them on CPUs.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
 #include <cmath>
@@ -10,6 +8,8 @@
 #include <limits>
 #include <tuple>
 #include <vector>
+
+#include "clip_tensors.h"
 
 // One body, compiled for several instruction sets; the machine picks when the library is loaded.
 #if defined(__x86_64__) && defined(__linux__)
@@ -112,7 +112,6 @@ struct Chunk {
 std::vector<Chunk> chunks_of(const std::vector<Tensor>& tensors, int64_t element_size) {
   std::vector<Chunk> chunks;
   for (size_t t = 0; t < tensors.size(); ++t) {
-    STD_TORCH_CHECK(tensors[t].scalar_type() == tensors[0].scalar_type(), "andrea_clip: mixed dtypes");
     char* data = static_cast<char*>(tensors[t].data_ptr());
     const int64_t numel = tensors[t].numel();
     for (int64_t offset = 0; offset < numel; offset += kChunk)
@@ -138,10 +137,8 @@ void for_each_chunk(const std::vector<Tensor>& tensors, Work work) {
       return with_type(float());
     case ScalarType::BFloat16:
       return with_type(bfloat16());
-    case ScalarType::Half:
-      return with_type(half());
     default:
-      STD_TORCH_CHECK(false, "andrea_clip: gradients must be float32, bfloat16 or float16");
+      return with_type(half());
   }
 }
 
@@ -180,7 +177,7 @@ struct Scale {
 };
 
 Tensor squared_norms(std::vector<Tensor> tensors) {
-  STD_TORCH_CHECK(!tensors.empty(), "andrea_clip: no tensor");
+  andrea::check(tensors);
   const int64_t count = static_cast<int64_t>(tensors.size());
   const Tensor rows = torch::stable::new_empty(tensors[0], {count, 2}, ScalarType::Double);
   double* values = static_cast<double*>(rows.mutable_data_ptr());
@@ -191,7 +188,7 @@ Tensor squared_norms(std::vector<Tensor> tensors) {
 
 // As k_grad_norm_final does.
 std::tuple<Tensor, Tensor> clip_figures(Tensor rows, double max_norm) {
-  STD_TORCH_CHECK(rows.scalar_type() == ScalarType::Double && rows.is_contiguous(), "andrea_clip: rows must be float64");
+  andrea::check_rows(rows);
   const Tensor figures = torch::stable::new_empty(rows, {2}, ScalarType::Double);
   const Tensor controls = torch::stable::new_empty(rows, {2}, ScalarType::Float);
   const double* sums = static_cast<const double*>(rows.const_data_ptr());
@@ -199,21 +196,21 @@ std::tuple<Tensor, Tensor> clip_figures(Tensor rows, double max_norm) {
   for (int64_t i = 0; i < rows.numel(); i += 2) squares += sums[i];
   const double norm = std::sqrt(squares);
   const bool clips = std::isfinite(norm) && norm > max_norm;
-  const float divisor = clips ? static_cast<float>(norm / max_norm) : 1.0f;
+  const double ratio = clips ? norm / max_norm : 1.0;
   double* figure = static_cast<double*>(figures.mutable_data_ptr());
   float* control = static_cast<float*>(controls.mutable_data_ptr());
   figure[0] = norm;
   figure[1] = clips ? max_norm / norm : 1.0;
-  control[0] = divisor;
-  control[1] = std::isfinite(static_cast<float>(norm)) && std::isfinite(divisor) ? 0.0f : 1.0f;
+  control[0] = static_cast<float>(std::min(ratio, static_cast<double>(std::numeric_limits<float>::max())));
+  control[1] = std::isfinite(static_cast<float>(norm)) && std::isfinite(static_cast<float>(ratio)) ? 0.0f : 1.0f;
   return {figures, controls};
 }
 
 void scale_(std::vector<Tensor> tensors, Tensor coefficient) {
-  STD_TORCH_CHECK(coefficient.scalar_type() == ScalarType::Double && coefficient.numel() == 1,
-                  "andrea_clip: the coefficient must be one float64");
+  andrea::check(tensors);
+  andrea::check_coefficient(coefficient, tensors[0]);
   const float factor = static_cast<float>(*static_cast<const double*>(coefficient.const_data_ptr()));
-  if (tensors.empty() || factor == 1.0f) return;
+  if (factor == 1.0f) return;
   for_each_chunk(tensors, Scale{factor});
 }
 

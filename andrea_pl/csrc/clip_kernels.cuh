@@ -34,6 +34,7 @@ constexpr int kMaxTensors = 200;
 // normal number (where subnormals are flushed), are 2e-34. Anything else is added up again in float64.
 constexpr double kSmallestExactSum = 1e-26;
 constexpr double kLargestExactSum = 1e38;
+constexpr double kLargestFloat = 3.4028234663852886e38;
 
 // What is known of the elements of a chunk or a tensor.
 struct Sum {
@@ -196,8 +197,8 @@ __global__ void __launch_bounds__(kThreads)
 // Add up sums. With `first`, one block a tensor: rows[t] = sums[first[t]] + … + sums[first[t + 1] - 1]. Without, one
 // block adds all `count` of them:
 //   figures[0] the norm, [1] the coefficient min(1, max_norm / norm), 1 where the norm is not finite
-//   controls[0] the coefficient's inverse, for optimizers that divide gradients by grad_scale
-//   controls[1] 1 where the step must be held: norm or divisor beyond what float32 can say; for found_inf
+//   controls[0] the coefficient's inverse, no more than float32 can say, for optimizers that divide by grad_scale
+//   controls[1] 1 where the step must be held, for found_inf: norm or inverse are beyond float32
 __global__ void __launch_bounds__(kThreads)
     k_grad_norm_final(const Sum* __restrict__ sums, const int32_t* __restrict__ first, int count, Sum* __restrict__ rows,
                       double max_norm, double* __restrict__ figures, float* __restrict__ controls) {
@@ -215,11 +216,11 @@ __global__ void __launch_bounds__(kThreads)
   if (figures) {
     const double norm = sqrt(squares);
     const bool clips = isfinite(norm) && norm > max_norm;
-    const float divisor = clips ? static_cast<float>(norm / max_norm) : 1.0f;
+    const double ratio = clips ? norm / max_norm : 1.0;
     figures[0] = norm;
     figures[1] = clips ? max_norm / norm : 1.0;
-    controls[0] = divisor;
-    controls[1] = isfinite(static_cast<float>(norm)) && isfinite(divisor) ? 0.0f : 1.0f;
+    controls[0] = static_cast<float>(ratio < kLargestFloat ? ratio : kLargestFloat);
+    controls[1] = isfinite(static_cast<float>(norm)) && isfinite(static_cast<float>(ratio)) ? 0.0f : 1.0f;
   }
 }
 
@@ -237,31 +238,69 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// Cut non-empty tensors into launches of at most `capacity` tensors and 2^31 - 1 chunks, and hand each table to
-// `launch`. Returns the number of chunks. On the host.
-template <class Launch>
-inline int64_t for_each_table(int64_t tensors, void* const* data, const int64_t* numel, int capacity, Launch launch) {
+// From here on the host's part. `launch(kernel, blocks, arguments…)` starts a kernel with kThreads threads a block.
+
+struct Tensors {
+  int64_t count;  // none of them empty
+  void* const* data;
+  const int64_t* numel;
+  int capacity = kMaxTensors;  // of a launch
+};
+
+inline int64_t chunks_of(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
+
+// Cut tensors into tables and hand each, with its number of chunks, to `use`. Returns the chunks of all.
+template <class Use>
+inline int64_t for_each_table(const Tensors& tensors, Use use) {
   TensorTable table;
   int64_t before = 0, chunks = 0;
   table.tensors = table.tensors_before = 0;
   const auto flush = [&](int64_t next) {
     table.chunks_before = static_cast<int32_t>(before);
-    if (table.tensors) launch(table, static_cast<int>(chunks));
+    if (table.tensors) use(table, static_cast<unsigned>(chunks));
     before += chunks;
     chunks = 0;
     table.tensors = 0;
     table.tensors_before = static_cast<int32_t>(next);
   };
-  for (int64_t t = 0; t < tensors; ++t) {
-    if (table.tensors == capacity) flush(t);
-    table.data[table.tensors] = data[t];
-    table.numel[table.tensors] = numel[t];
+  for (int64_t t = 0; t < tensors.count; ++t) {
+    if (table.tensors == tensors.capacity) flush(t);
+    table.data[table.tensors] = tensors.data[t];
+    table.numel[table.tensors] = tensors.numel[t];
     table.first_chunk[table.tensors] = static_cast<int32_t>(chunks);
-    chunks += (numel[t] + kChunk - 1) / kChunk;
+    chunks += chunks_of(tensors.numel[t]);
     ++table.tensors;
   }
-  flush(tensors);
+  flush(tensors.count);
   return before;
+}
+
+// rows (count): what is known of each tensor. Scratch: sums (one a chunk), first (count).
+template <class T, class Launch>
+inline void launch_squared_norms(const Tensors& tensors, Sum* sums, int32_t* first, Sum* rows, Launch launch) {
+  const int64_t chunks = for_each_table(tensors, [&](const TensorTable& table, unsigned blocks) {
+    launch(k_grad_norm_partial<T>, blocks, table, sums, first);
+  });
+  double* const no_figures = nullptr;
+  float* const no_controls = nullptr;
+  launch(k_grad_norm_final, static_cast<unsigned>(tensors.count), sums, first, static_cast<int>(chunks), rows, 0.0,
+         no_figures, no_controls);
+}
+
+// figures (2) and controls (2) of all rows together; see k_grad_norm_final.
+template <class Launch>
+inline void launch_clip_figures(const Sum* rows, int count, double max_norm, double* figures, float* controls,
+                                Launch launch) {
+  const int32_t* const in_one = nullptr;
+  Sum* const no_rows = nullptr;
+  launch(k_grad_norm_final, 1u, rows, in_one, count, no_rows, max_norm, figures, controls);
+}
+
+template <class T, class Launch>
+inline void launch_scale(const Tensors& tensors, const double* coefficient, Launch launch) {
+  for_each_table(tensors, [&](const TensorTable& table, unsigned blocks) {
+    launch(k_grad_scale<T>, blocks, table, coefficient);
+  });
 }
 
 }  // namespace andrea

@@ -50,6 +50,11 @@ class _Moment:
         versions = tuple(local_gradient(each)._version for each in gradients)
         return cls(tensors=tuple(ref(each) for each in gradients), versions=versions)
 
+    def shares_a_gradient(self, optimizer: Optimizer) -> bool:
+        """Say whether any of the tensors still is a gradient, written to or not."""
+        present = {id(each) for each in _gradients(optimizer)}
+        return any(id(kept()) in present for kept in self.tensors)
+
     def is_now(self, optimizer: Optimizer) -> bool:
         gradients = _gradients(optimizer)
         return len(gradients) == len(self.tensors) and all(
@@ -116,6 +121,34 @@ class Clipper:
                 _tell_once(f"clipping with torch: {error}")
         return self._extended[device]
 
+    def agree_on_extension(self, device: torch.device) -> None:
+        """Have all ranks use the extension, or none, so that their norms are the same to the last bit.
+
+        Args:
+            device: That of this rank. Where ranks are connected, all of them must call this together.
+
+        Raises:
+            ExtensionError: On every rank, if the kind is `extension` and one of them cannot have it.
+        """
+        fault: ExtensionError | None = None
+        try:
+            has_it = self.has_extension(device)
+        except ExtensionError as error:
+            has_it, fault = False, error
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            if fault is not None:
+                raise fault
+            return
+        everywhere = torch.tensor(float(has_it or self.kind == "torch"), device=device)
+        torch.distributed.all_reduce(everywhere, torch.distributed.ReduceOp.MIN)
+        if bool(everywhere):
+            return
+        if self.kind == "extension":
+            raise fault or ExtensionError("another rank cannot have the clip extension; it says why")
+        self._extended[device] = False
+        if has_it:
+            _tell_once("clipping with torch: another rank cannot have the clip extension")
+
     def gradient_norm(self, optimizer: Optimizer) -> GradientNorm:
         """Return norms and non-finite counts of the gradients of an optimizer, as they are."""
         self._watch(optimizer)
@@ -130,7 +163,8 @@ class Clipper:
 
         A fused optimizer divides within its next step, by `grad_scale`, and its gradients stay as they are
         until then; any other has them scaled here. A norm that is not finite clips nothing. Nothing waits for
-        an accelerator.
+        an accelerator. A step that never comes leaves nothing behind, if gradients are set to None before the
+        next backward pass, as `zero_grad` does, or clipped again.
 
         Args:
             optimizer: The raw optimizer, not Lightning's wrapper.
@@ -142,15 +176,18 @@ class Clipper:
         """
         self._unfold(optimizer)
         norm = self.gradient_norm(optimizer)
+        if hold is not None and not can_hold(optimizer):
+            raise ValueError(f"{type(optimizer).__name__} cannot be held by a device now; see can_hold")
+        if max_norm == math.inf:
+            self._fold(optimizer, None, hold)
+            return torch.ones_like(norm.total)
         if norm.total.device.type == "cpu" and hold is None:
             return self._clip_on_host(optimizer, norm, max_norm)
         coefficient, divisor, overflow = self._figures(norm, max_norm)
-        if can_hold(optimizer):
+        if can_fold(optimizer):
             self._fold(optimizer, divisor, None if hold is None else torch.maximum(hold, overflow))
-        elif hold is None:
-            self._scale(optimizer, coefficient)
         else:
-            raise ValueError(f"{type(optimizer).__name__} cannot be held by a device: it takes no found_inf")
+            self._scale(optimizer, coefficient)
         return coefficient
 
     def forget(self, optimizer: Optimizer) -> None:
@@ -163,7 +200,7 @@ class Clipper:
         result = torch.full_like(norm.total, coefficient)
         if coefficient == 1.0:
             return result
-        if can_hold(optimizer) and value / max_norm <= LARGEST:
+        if can_fold(optimizer) and value / max_norm <= LARGEST:
             self._fold(optimizer, torch.tensor(value / max_norm, dtype=torch.float32), None)
         else:
             self._scale(optimizer, result)
@@ -176,9 +213,10 @@ class Clipper:
             return figures[1], controls[0], controls[1]
         clips = torch.isfinite(norm.total) & (norm.total > max_norm)
         one = torch.ones_like(norm.total)
-        divisor = torch.where(clips, norm.total / max_norm, one).float()
-        overflow = ~(torch.isfinite(norm.total.float()) & torch.isfinite(divisor))
-        return torch.where(clips, max_norm / norm.total, one), divisor, overflow.float()
+        ratio = torch.where(clips, norm.total / max_norm, one)
+        overflow = ~(torch.isfinite(norm.total.float()) & torch.isfinite(ratio.float()))
+        coefficient = torch.where(clips, max_norm / norm.total, one)
+        return coefficient, ratio.clamp(max=LARGEST).float(), overflow.float()
 
     def _squared_norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """Measure with the extension what it takes, the rest with torch."""
@@ -200,7 +238,10 @@ class Clipper:
             factor = coefficient.to(group[0].device)
             if is_supported:
                 torch.ops.andrea_clip.scale_(group, factor)
+                torch.autograd.graph.increment_version(group)  # which torch's own operators do themselves
             elif group[0].layout == torch.strided:
+                if group[0].dtype == torch.float32:
+                    factor = factor.float()  # one launch for all needs one dtype
                 torch._foreach_mul_(group, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             else:
                 for each in group:
@@ -215,7 +256,9 @@ class Clipper:
             groups.setdefault(key, []).append(place)
         return [(places, key[0]) for key, places in groups.items()]
 
-    def _fold(self, optimizer: Optimizer, divisor: Tensor, held: Tensor | None) -> None:
+    def _fold(self, optimizer: Optimizer, divisor: Tensor | None, held: Tensor | None) -> None:
+        if divisor is None and held is None:
+            return
         folded = cast(Any, optimizer)
         folded.grad_scale = divisor
         if held is not None:
@@ -244,9 +287,9 @@ class Clipper:
             optimizer.register_step_post_hook(self._after_step)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Forget a coefficient that an exception left behind: its gradients are not those of this step."""
+        """Forget a coefficient that an exception left behind: none of its gradients is one of this step."""
         fold = self._folded.get(optimizer)
-        if fold is not None and not fold.moment.is_now(optimizer):
+        if fold is not None and not fold.moment.shares_a_gradient(optimizer):
             self._unfold(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -255,7 +298,24 @@ class Clipper:
 
 
 def can_hold(optimizer: Optimizer) -> bool:
-    """Say whether a step takes `grad_scale` and `found_inf`, by which a device scales and holds it."""
+    """Say whether the next step can be held by a device, so that it changes nothing.
+
+    Fused SGD with momentum cannot on its first step: held, torch 2.13 leaves its buffers as they were
+    allocated, and the second step takes them for momentum.
+    """
+    return can_fold(optimizer) and not any(
+        isinstance(optimizer, torch.optim.SGD)
+        and group["momentum"]
+        and any(
+            each.grad is not None and optimizer.state.get(each, {}).get("momentum_buffer") is None
+            for each in group["params"]
+        )
+        for group in optimizer.param_groups
+    )
+
+
+def can_fold(optimizer: Optimizer) -> bool:
+    """Say whether a step divides gradients by `grad_scale`, in float32, as it reads them."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
         group.get("fused") and all(each.dtype in FOLDED_DTYPES for each in group["params"])
         for group in optimizer.param_groups

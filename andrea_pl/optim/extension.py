@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import time
@@ -68,16 +69,17 @@ def build_extension(target: str) -> Path:
     Raises:
         ExtensionError: If the target is not known, or the compiler missing or failing.
     """
-    target = _canonical(target)
+    target = canonical_target(target)
     if platform.system() == "Windows":
         raise ExtensionError("the clip extension is not built on Windows; use WSL, or clipper: torch")
-    command = _command(target)
-    folder = _cache() / f"andrea_clip_{_fingerprint(command)}"
+    folder = _cache() / f"andrea_clip_{_fingerprint(target)}"
     library = folder / f"andrea_clip_{target}.so"
-    if library.exists():
+    if library.exists():  # whatever compilers there are
         return library
-    if shutil.which(command[0]) is None:
+    compiler = _nvcc() if target != "cpu" else _cxx()
+    if shutil.which(compiler[0]) is None:
         raise ExtensionError(_what_to_install(target))
+    command = [*compiler, *_options(target)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{target}.lock"):
@@ -115,7 +117,7 @@ def _compile(command: Sequence[str], library: Path, target: str) -> None:
 
 
 def _load_once(name: str, build: Callable[[], Path]) -> None:
-    if name in _loaded:
+    if name in _loaded or _is_defined(name):
         return
     library = build()
     try:
@@ -125,6 +127,11 @@ def _load_once(name: str, build: Callable[[], Path]) -> None:
     if name == "cpu":
         _register_fakes()
     _loaded.add(name)
+
+
+def _is_defined(name: str) -> bool:
+    """Say whether a library that is not ours to count defined the operators; defining them twice is fatal."""
+    return name == "cpu" and hasattr(torch.ops.andrea_clip, "squared_norms")
 
 
 def _register_fakes() -> None:
@@ -144,17 +151,22 @@ def _register_fakes() -> None:
         torch.library.register_fake(f"andrea_clip::{fake.__name__}", fake)
 
 
-def _canonical(target: str) -> str:
+def canonical_target(target: str) -> str:
+    """Return `cpu` or an architecture as nvcc writes it, sm_90 for 9.0 and 90.
+
+    Raises:
+        ExtensionError: If it is neither.
+    """
     if target == "cpu":
         return target
-    matched = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)(a?)", target)
+    matched = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)", target)
     if matched is None:
         raise ExtensionError(f"{target!r} is no CUDA architecture; write 90, 9.0 or sm_90")
-    return "sm_{}{}{}".format(*matched.groups())
+    return "sm_{}{}".format(*matched.groups())
 
 
-def _command(target: str) -> list[str]:
-    """Return the compiler's command, all but its output."""
+def _options(target: str) -> list[str]:
+    """Return the compiler's options, all but its output."""
     torch_folder = Path(torch.__file__).parent
     shared = [
         "-O3",
@@ -166,10 +178,9 @@ def _command(target: str) -> list[str]:
         "-ltorch_cpu",
     ]
     if target == "cpu":
-        return [_cxx(), "-std=gnu++20", "-fPIC", str(SOURCES / "clip_cpu.cpp"), *shared]
+        return ["-std=gnu++20", "-fPIC", str(SOURCES / "clip_cpu.cpp"), *shared]
     number = target.removeprefix("sm_")
     return [
-        _nvcc(),
         "-std=c++20",
         "-Xcompiler=-fPIC",
         "-DUSE_CUDA",
@@ -181,17 +192,15 @@ def _command(target: str) -> list[str]:
     ]
 
 
-def _cxx() -> str:
-    named = os.environ.get("CXX")
-    return named or next((each for each in COMPILERS if shutil.which(each)), COMPILERS[0])
+def _cxx() -> list[str]:
+    named = shlex.split(os.environ.get("CXX", ""))
+    return named or [next((each for each in COMPILERS if shutil.which(each)), COMPILERS[0])]
 
 
-def _nvcc() -> str:
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        if variable in os.environ:
-            return str(Path(os.environ[variable]) / "bin" / "nvcc")
-    usual = "/usr/local/cuda/bin/nvcc"
-    return shutil.which("nvcc") or usual
+def _nvcc() -> list[str]:
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    places = [*(str(Path(home) / "bin" / "nvcc") for home in homes), "nvcc", "/usr/local/cuda/bin/nvcc"]
+    return [next((each for each in places if shutil.which(each)), "nvcc")]
 
 
 def _what_to_install(target: str) -> str:
@@ -216,9 +225,10 @@ def _cache() -> Path:
     return Path(named) if named else Path(caches) / "torch_extensions"
 
 
-def _fingerprint(command: Sequence[str]) -> str:
-    """Return a name for what is built: sources, command, torch and kind of machine."""
-    digest = hashlib.sha256(repr((command, torch.__version__, platform.machine())).encode())
+def _fingerprint(target: str) -> str:
+    """Return a name for what is built: sources, options, torch and kind of machine, no compiler's place."""
+    options = [each for each in _options(target) if not each.startswith(("-I", "-L", "/"))]
+    digest = hashlib.sha256(repr((options, torch.__version__, platform.machine())).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

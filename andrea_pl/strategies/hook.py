@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import Optimizer
@@ -43,12 +44,22 @@ class ClipHook(Strategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Build the extension before training starts, and take Lightning's clip over."""
         super().setup(trainer)
-        self.clipper.has_extension(self.root_device)
-        plugin = cast(Any, trainer.precision_plugin)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self.clipper.agree_on_extension(self.root_device)
+        plugin = cast(Any, self.precision_plugin)
         plugin.clip_gradients = _LightningClip(self, plugin)
         scaler = getattr(plugin, "scaler", None)
         if scaler is not None:
             scaler.unscale_ = _Unscale(self, scaler.unscale_)
+
+    @override
+    def teardown(self) -> None:
+        """Give back what was taken over; plugin and scaler may serve another trainer."""
+        plugin = self.precision_plugin
+        vars(plugin).pop("clip_gradients", None)
+        vars(getattr(plugin, "scaler", None) or plugin).pop("unscale_", None)
+        super().teardown()
 
 
 class _LightningClip:
@@ -84,7 +95,7 @@ class _Unscale:
 
     def __init__(self, hook: ClipHook, original: Any) -> None:
         self.hook = hook
-        self.original = original.original if isinstance(original, _Unscale) else original
+        self.original = original
 
     def __call__(self, optimizer: Optimizer) -> None:
         self.original(optimizer)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from typing_extensions import override
 
@@ -89,6 +90,11 @@ class ClipModelParallelStrategy(_SynchronizesLast, ModelParallelStrategy):
                 "another; use trainer.precision: bf16-mixed or bf16-true"
             )
         super().setup(trainer)
+        if any(isinstance(each, torch.optim.SGD) and each.defaults["fused"] for each in self.optimizers):
+            raise UserError(
+                f"torch has no fused SGD for the sharded parameters of {type(self).__name__}; use fused: "
+                "false, or fused AdamW"
+            )
 
 
 for each in (ClipDDPStrategy, ClipModelParallelStrategy):

@@ -14,7 +14,6 @@ from andrea_callbacks.console import UpdateProgressBar as UpdateProgressBar
 from andrea_callbacks.finite import FiniteGuard as FiniteGuard
 from andrea_callbacks.finite import NonFiniteWarning as NonFiniteWarning
 from andrea_callbacks.gradients import GradientNorm as GradientNorm
-from andrea_callbacks.gradients import first_nonfinite as first_nonfinite
 from andrea_callbacks.gradients import gradient_norm as gradient_norm
 from andrea_callbacks.scalars import ScalarBuffer as ScalarBuffer
 from andrea_callbacks.scalars import ScalarCallback as ScalarCallback

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from andrea_callbacks.clip_norm import measured_norm
-from andrea_callbacks.gradients import first_nonfinite
 from andrea_callbacks.protocols import ReportsUpdates
 from andrea_callbacks.updates import ReportCallback
 
@@ -69,17 +68,18 @@ class FiniteGuard(ReportCallback):
         bad_loss = self._bad_loss is not None and bool(self._bad_loss)
         self._bad_loss = None
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-        bad_gradient = not bool(torch.isfinite(measured_norm(trainer, optimizer).total))
+        norm = measured_norm(trainer, optimizer)
+        bad_gradient = not bool(torch.isfinite(norm.total))
         if bad_loss or (bad_gradient and not scaled):
             parts = ["the loss"] if bad_loss else []
-            name = first_nonfinite(pl_module) if bad_gradient else None
+            name = norm.first_nonfinite(pl_module) if bad_gradient else None
             parts += [f"the gradient of {name}"] if name else []
-            self._flag(update, " and ".join(parts) or "a gradient")
+            what = " and ".join(parts) or "the norm of the gradients"
+            self._flag(update, what)
             self.record(trainer, update, {"train/nonfinite": self.flagged})
             if self.action == "raise":
                 raise RuntimeError(
-                    f"update {update}: {' and '.join(parts)} is not finite; weights and optimizer state are "
-                    "as before it"
+                    f"update {update}: {what} is not finite; weights and optimizer state are as before it"
                 )
         else:
             self.record(trainer, update, {"train/nonfinite": self.flagged})

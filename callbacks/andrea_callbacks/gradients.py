@@ -49,6 +49,12 @@ class GradientNorm:
         """(P,) NaN and Inf elements of each gradient."""
         return self.rows[:, 1]
 
+    def first_nonfinite(self, module: nn.Module) -> str | None:
+        """Return the name of the module's first parameter with a NaN or Inf, None if there is none; waits."""
+        counts = cast("list[float]", self.nonfinite.tolist())
+        bad = {id(each) for each, count in zip(self.parameters, counts, strict=True) if count}
+        return next((name for name, each in module.named_parameters() if id(each) in bad), None)
+
 
 def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return every tensor once, in order, however often it is listed."""
@@ -110,16 +116,6 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     squares = [cast(Tensor, torch.linalg.vector_norm(each, dtype=wide)).to(device) ** 2 for each in tensors]
     bad = [torch.count_nonzero(each - each).to(device, wide) for each in tensors]  # NaN and Inf give NaN
     return torch.stack([torch.stack(squares), torch.stack(bad)], dim=1)
-
-
-def first_nonfinite(module: nn.Module) -> str | None:
-    """Return the name of the first parameter whose gradient has a NaN or an Inf, None if there is none."""
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            values = _values(local_gradient(_summed(parameter.grad.detach())))
-            if not bool(torch.isfinite(values).all()):
-                return name
-    return None
 
 
 def _squared_norms_on_cpu(tensors: Sequence[Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from andrea_callbacks import first_nonfinite, gradient_norm
+from andrea_callbacks import gradient_norm
 from andrea_callbacks.gradients import ROW, optimizer_parameters
 
 
@@ -111,11 +111,11 @@ def test_autocast_has_no_influence() -> None:
 
 def test_first_nonfinite_names_the_parameter() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert first_nonfinite(module) is None
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
+    assert gradient_norm(module.parameters()).first_nonfinite(module) is None
     module[1].bias.grad[0] = float("inf")
-    assert first_nonfinite(module) == "1.bias"
+    assert gradient_norm(module.parameters()).first_nonfinite(module) == "1.bias"
 
 
 def test_optimizer_parameters_once_each() -> None:

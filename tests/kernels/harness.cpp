@@ -13,36 +13,29 @@ namespace {
 
 thread_local std::string message;
 
+const auto launch = [](auto kernel, unsigned blocks, auto... arguments) {
+  shim::launch(blocks, kThreads, [&] { kernel(arguments...); });
+};
+
 template <class T>
-int64_t clip(int64_t tensors, void* const* data, const int64_t* numel, int capacity, double max_norm, bool scales,
-             Sum* sums, int32_t* first, Sum* rows, double* figures, float* controls) {
-  const int64_t chunks =
-      andrea::for_each_table(tensors, data, numel, capacity, [&](const TensorTable& table, int blocks) {
-        shim::launch(blocks, kThreads, [&] { andrea::k_grad_norm_partial<T>(table, sums, first); });
-      });
-  const int count = static_cast<int>(chunks);
-  shim::launch(static_cast<unsigned>(tensors), kThreads,
-               [&] { andrea::k_grad_norm_final(sums, first, count, rows, 0.0, nullptr, nullptr); });
-  shim::launch(1, kThreads, [&] {
-    andrea::k_grad_norm_final(rows, nullptr, static_cast<int>(tensors), nullptr, max_norm, figures, controls);
-  });
-  if (scales)
-    andrea::for_each_table(tensors, data, numel, capacity, [&](const TensorTable& table, int blocks) {
-      shim::launch(blocks, kThreads, [&] { andrea::k_grad_scale<T>(table, figures + 1); });
-    });
-  return chunks;
+void clip(const andrea::Tensors& tensors, double max_norm, bool scales, Sum* sums, int32_t* first, Sum* rows,
+          double* figures, float* controls) {
+  andrea::launch_squared_norms<T>(tensors, sums, first, rows, launch);
+  andrea::launch_clip_figures(rows, static_cast<int>(tensors.count), max_norm, figures, controls, launch);
+  if (scales) andrea::launch_scale<T>(tensors, figures + 1, launch);
 }
 
 }  // namespace
 
-// dtype: 0 float32, 1 bfloat16, 2 float16. Returns the number of chunks, or -1 with a message.
-extern "C" int64_t andrea_clip(int dtype, int64_t tensors, void* const* data, const int64_t* numel, int capacity,
-                               double max_norm, int scales, uint64_t seed, Sum* sums, int32_t* first, Sum* rows,
-                               double* figures, float* controls) {
+// dtype: 0 float32, 1 bfloat16, 2 float16. Returns 0, or -1 with a message.
+extern "C" int andrea_clip(int dtype, int64_t count, void* const* data, const int64_t* numel, int capacity,
+                           double max_norm, int scales, uint64_t seed, Sum* sums, int32_t* first, Sum* rows,
+                           double* figures, float* controls) {
   shim::seed = seed;
   const auto run = dtype == 0 ? clip<float> : dtype == 1 ? clip<bfloat16> : clip<half>;
   try {
-    return run(tensors, data, numel, capacity, max_norm, scales, sums, first, rows, figures, controls);
+    run({count, data, numel, capacity}, max_norm, scales, sums, first, rows, figures, controls);
+    return 0;
   } catch (const std::exception& error) {
     message = error.what();
     return -1;

@@ -69,10 +69,13 @@ MUTANTS = {
     "every thread writes the figures": ("  if (threadIdx.x != 0) return;\n", "  squares += threadIdx.x;\n"),
     "the bound is not looked at": ("isfinite(norm) && norm > max_norm", "isfinite(norm)"),
     "a bad norm clips": ("isfinite(norm) && norm > max_norm", "!(norm <= max_norm)"),
-    "coefficient for divisor": ("controls[0] = divisor;", "controls[0] = static_cast<float>(figures[1]);"),
+    "coefficient for divisor": (
+        "static_cast<float>(ratio < kLargestFloat ? ratio : kLargestFloat)",
+        "static_cast<float>(figures[1])",
+    ),
     "nothing is held": (
-        "isfinite(static_cast<float>(norm)) && isfinite(divisor) ? 0.0f : 1.0f",
-        "isfinite(static_cast<float>(norm)) || isfinite(divisor) ? 0.0f : 1.0f",
+        "isfinite(static_cast<float>(norm)) && isfinite(static_cast<float>(ratio)) ? 0.0f : 1.0f",
+        "isfinite(static_cast<float>(norm)) || isfinite(static_cast<float>(ratio)) ? 0.0f : 1.0f",
     ),
     "the scale is one chunk off": ("gridDim.x - 1 - blockIdx.x", "gridDim.x - blockIdx.x"),
     "nothing is written back": ("for_each_pack<true, kPacks", "for_each_pack<false, kPacks"),

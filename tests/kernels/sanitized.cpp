@@ -8,7 +8,6 @@
 
 using andrea::kThreads;
 using andrea::Sum;
-using andrea::TensorTable;
 
 namespace {
 
@@ -31,7 +30,7 @@ bool check(const std::vector<int64_t>& sizes, int offset, int capacity, uint64_t
       values.back().push_back(andrea::to_float(tensor[i]));
       squares += values.back().back() * values.back().back();
     }
-    chunks += (size + andrea::kChunk - 1) / andrea::kChunk;
+    chunks += andrea::chunks_of(size);
   }
   const auto fresh = [](int64_t bytes) { return std::memset(std::malloc(bytes), 0xff, bytes); };
   Sum* sums = static_cast<Sum*>(fresh(chunks * sizeof(Sum)));
@@ -39,21 +38,13 @@ bool check(const std::vector<int64_t>& sizes, int offset, int capacity, uint64_t
   int32_t* first = static_cast<int32_t*>(fresh(sizes.size() * sizeof(int32_t)));
   double* figures = static_cast<double*>(fresh(2 * sizeof(double)));
   float* controls = static_cast<float*>(fresh(2 * sizeof(float)));
-  const auto tables = [&](auto launch) {
-    andrea::for_each_table(static_cast<int64_t>(sizes.size()), data.data(), sizes.data(), capacity, launch);
+  const auto launch = [](auto kernel, unsigned count, auto... arguments) {
+    shim::launch(count, kThreads, [&] { kernel(arguments...); });
   };
-  tables([&](const TensorTable& table, int count) {
-    shim::launch(count, kThreads, [&] { andrea::k_grad_norm_partial<T>(table, sums, first); });
-  });
-  shim::launch(static_cast<unsigned>(sizes.size()), kThreads, [&] {
-    andrea::k_grad_norm_final(sums, first, static_cast<int>(chunks), rows, 0.0, nullptr, nullptr);
-  });
-  shim::launch(1, kThreads, [&] {
-    andrea::k_grad_norm_final(rows, nullptr, static_cast<int>(sizes.size()), nullptr, 0.5, figures, controls);
-  });
-  tables([&](const TensorTable& table, int count) {
-    shim::launch(count, kThreads, [&] { andrea::k_grad_scale<T>(table, figures + 1); });
-  });
+  const andrea::Tensors tensors{static_cast<int64_t>(sizes.size()), data.data(), sizes.data(), capacity};
+  andrea::launch_squared_norms<T>(tensors, sums, first, rows, launch);
+  andrea::launch_clip_figures(rows, static_cast<int>(sizes.size()), 0.5, figures, controls, launch);
+  andrea::launch_scale<T>(tensors, figures + 1, launch);
   const double norm = std::sqrt(squares), coefficient = norm > 0.5 ? 0.5 / norm : 1.0;
   bool is_right = std::fabs(figures[0] - norm) <= 1e-6 * norm;
   for (size_t t = 0; t < sizes.size(); ++t)

@@ -237,6 +237,31 @@ def test_computed_once_until_a_gradient_changes(kind: Any, monkeypatch: pytest.M
 
 
 @KINDS
+def test_a_clip_by_scaling_changes_the_norm(kind: Any) -> None:
+    """Clipped twice is clipped once: the second norm is that of what the first left."""
+    optimizer = sgd(torch.tensor([3.0, 4.0]))
+    clipper = Clipper(kind)
+    assert float(clipper.clip_gradients(optimizer, 1.0)) == pytest.approx(0.2)
+    assert float(clipper.gradient_norm(optimizer).total) == pytest.approx(1.0)
+    assert float(clipper.clip_gradients(optimizer, 2.0)) == 1.0
+    assert optimizer_parameters(optimizer)[0].grad.tolist() == pytest.approx([0.6, 0.8])
+
+
+@KINDS
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_may_be_edited_after_the_clip(kind: Any, fused: bool) -> None:
+    """A layer frozen, or noise added, between clip and step does not undo the clip of a fused optimizer."""
+    optimizer = sgd(torch.tensor([3.0, 4.0]), torch.tensor([12.0]), fused=fused)
+    Clipper(kind).clip_gradients(optimizer, 1.3)
+    one, two = optimizer_parameters(optimizer)
+    two.grad = None
+    one.grad.add_(0.0)
+    optimizer.step()
+    assert one.tolist() == pytest.approx([-0.3, -0.4])
+    assert two.tolist() == [0.0]
+
+
+@KINDS
 def test_nothing_stale_survives_an_exception(kind: Any) -> None:
     """A coefficient that never reached its step has no part in the next, by whatever way that comes."""
     for stepping in ("clipped", "unclipped"):
@@ -270,6 +295,7 @@ def test_hold(kind: Any) -> None:
     state = adam.state[optimizer_parameters(adam)[0]]
     assert not state["exp_avg"].any()
     assert float(state["step"]) == 0.0
+    assert float(state["exp_avg_sq"].sum()) == 0.0
     with pytest.raises(ValueError, match="cannot be held"):
         Clipper(kind).clip_gradients(sgd(torch.ones(2)), 1.0, torch.tensor(0.0))
 
@@ -280,6 +306,19 @@ def test_who_can_be_held() -> None:
     assert can_hold(torch.optim.SGD(made, lr=1.0, fused=True))
     assert not can_hold(torch.optim.AdamW(made))
     assert not can_hold(torch.optim.SGD([parameter(torch.ones(2, dtype=torch.float64))], lr=1.0, fused=True))
+    momentum = torch.optim.SGD(made, lr=1.0, momentum=0.9, fused=True)
+    assert not can_hold(momentum)
+    momentum.step()
+    assert can_hold(momentum)
+
+
+@KINDS
+def test_without_a_bound_only_the_hold_is_set(kind: Any) -> None:
+    """No divisor that a device would divide, and write, all gradients by."""
+    optimizer = sgd(torch.tensor([3.0, 4.0]), fused=True)
+    Clipper(kind).clip_gradients(optimizer, math.inf, torch.tensor(0.0))
+    assert optimizer.grad_scale is None
+    assert float(optimizer.found_inf) == 0.0
 
 
 @KINDS

@@ -21,6 +21,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Take away the cache and what was loaded."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     monkeypatch.setattr(extension, "_loaded", set())
+    monkeypatch.setattr(extension, "_is_defined", lambda name: False)
     monkeypatch.setattr(clipping, "_told", set())
     return tmp_path
 
@@ -63,6 +64,7 @@ def test_a_compiler_that_fails(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_no_nvcc(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", str(fresh / "nowhere"))
+    monkeypatch.setattr(extension.shutil, "which", lambda name: None)
     with pytest.raises(ExtensionError, match=r"for sm_90 needs nvcc: install the CUDA toolkit"):
         build_extension("9.0")
 
@@ -90,6 +92,20 @@ def test_a_damaged_library(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("CXX", compiler)
     with pytest.raises(ExtensionError, match=r"does not load: .*; delete it to have it built again"):
         load_extension(CPU)
+
+
+def test_what_was_built_ahead_needs_no_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built on a machine that has compilers, used on one that has none; CXX may have options."""
+    compiler = executable(fresh / "quick", 'while [ "$1" != -o ]; do shift; done; echo > "$2"')
+    monkeypatch.setenv("CXX", f"{compiler} -m64")
+    monkeypatch.setenv("CUDA_HOME", str(fresh))
+    (fresh / "bin").mkdir()
+    executable(fresh / "bin" / "nvcc", 'while [ "$1" != -o ]; do shift; done; echo > "$2"')
+    built = [build_extension(target) for target in ("cpu", "sm_90")]
+    monkeypatch.delenv("CXX")
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setenv("PATH", str(fresh / "nothing"))
+    assert [build_extension(target) for target in ("cpu", "90")] == built
 
 
 def test_processes_that_start_together_build_once(fresh: Path) -> None:
@@ -146,5 +162,13 @@ def test_wrong_input_is_refused() -> None:
         operators.squared_norms([torch.ones(1), torch.ones(1, dtype=torch.bfloat16)])
     with pytest.raises(RuntimeError, match="must be float32, bfloat16 or float16"):
         operators.squared_norms([torch.ones(1, dtype=torch.float64)])
+    with pytest.raises(RuntimeError, match="gaps or overlaps"):
+        operators.squared_norms([torch.arange(8.0)[::2]])
+    with pytest.raises(RuntimeError, match="gaps or overlaps"):
+        operators.scale_([torch.ones(1).expand(3)], torch.tensor(0.5, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="an empty tensor"):
+        operators.squared_norms([torch.ones(0)])
+    turned = torch.arange(6.0).view(2, 3).t()
+    assert operators.squared_norms([turned]).tolist() == [[55.0, 0.0]]
     with pytest.raises(RuntimeError, match="one float64"):
         operators.scale_([torch.ones(1)], torch.tensor(0.5))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from andrea_callbacks import FiniteGuard, PreClipNorm
 from andrea_pl import ClipSingleDeviceStrategy, LanguageModule, TransformerConfig, UserError, Window
+from andrea_pl.optim import clipping
 from toy import ListLoader, Recorder, RowLogger, ToyU, build_trainer, fit, window
 
 A, B, NAN = [0], [1, 1, 1], float("nan")
@@ -206,12 +207,13 @@ class TestAfterABadUpdate:
 
     @pytest.mark.parametrize("kind", ["torch", "extension", None])
     @pytest.mark.parametrize("fused", [False, True])
-    def test_exception_between_clip_and_step(self, kind: str | None, fused: bool) -> None:
+    @pytest.mark.parametrize("precision", ["32", "16-mixed"])
+    def test_exception_between_clip_and_step(self, kind: str | None, fused: bool, precision: str) -> None:
         spoiled = Fragile(adamw(fused), max_norm=0.1)
         spoiled.fail_after_clip = 1
         clean = ToyU(adamw(fused), max_norm=0.1)
-        fit_all(spoiled, [window(A, B), window(B), window(A)], kind)
-        fit_all(clean, [window(A, B), window(A)], kind)
+        fit_all(spoiled, [window(A, B), window(B), window(A)], kind, precision)
+        fit_all(clean, [window(A, B), window(A)], kind, precision)
         assert spoiled.updates_applied == 2
         assert torch.equal(spoiled.b, clean.b)
 
@@ -227,6 +229,31 @@ class TestAfterABadUpdate:
         fit_all(clean, [window(A, B), window(A), window(B)], kind, precision)
         assert (spoiled.updates_applied, spoiled.updates_skipped) == (3, 3)
         assert torch.equal(spoiled.b, clean.b)
+
+    @pytest.mark.parametrize("fused", [False, True])
+    @pytest.mark.parametrize("momentum", [0.0, 0.9])
+    def test_overflow_of_the_first_update(self, fused: bool, momentum: float) -> None:
+        """Normal at the start of a run; fused SGD would take memory as it was for its momentum."""
+
+        def build(parameters: Any) -> Any:
+            return torch.optim.SGD(parameters, lr=0.1, momentum=momentum, fused=fused)
+
+        poison()
+        weights = []
+        for scale, first in ((2.0**127, [Window([(torch.tensor(A), 8.0)])]), (2.0**10, [])):
+            scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+            module = ToyU(build, max_norm=0.1)
+            build_trainer(
+                strategy=strategy_of("extension"), plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+            ).fit(module, ListLoader([*first, window(A, B), window(A)]))
+            weights.append(module.b.detach())
+        assert torch.equal(*weights)
+
+
+def poison() -> None:
+    """Have small tensors that are allocated and never written hold NaN."""
+    kept = [torch.full((2,), NAN) for _ in range(2000)]
+    del kept
 
 
 def fit_all(module: Any, windows: list[Any], kind: str | None, precision: str = "32") -> None:
@@ -324,6 +351,18 @@ class TestAutomaticOptimization:
             limit_val_batches=0,
         ).fit(module)
         assert max(module.norms) <= 0.01 * 66**0.5 + 1e-6
+
+    def test_the_plugin_is_given_back(self) -> None:
+        """A precision plugin may serve another trainer, with another strategy."""
+        (plugin,) = precision_plugin("16-mixed")
+        build_trainer(strategy=strategy_of("torch"), plugins=[plugin], max_steps=1, limit_val_batches=0).fit(
+            Foreign()
+        )
+        assert not {"clip_gradients", "unscale_"} & (vars(plugin).keys() | vars(plugin.scaler).keys())
+
+    def test_nothing_is_built_to_predict(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+        monkeypatch.setattr(clipping, "load_extension", lambda device: pytest.fail("it was"))
+        build_trainer(strategy=strategy_of("extension"), limit_predict_batches=1).predict(Foreign())
 
     def test_scaler_state_is_that_of_the_stock_plugin(self, tmp_path: Any) -> None:
         """A checkpoint of a stock strategy carries the scale over."""

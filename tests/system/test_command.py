@@ -376,6 +376,13 @@ def test_a_clipper_that_cannot_be_had(tiny: Path) -> None:
     assert going.stderr.count("clipping with torch: the clip extension needs a C++20 compiler") == 1
 
 
+def test_a_strategy_that_is_none_by_itself(tiny: Path) -> None:
+    result = andrea("fit", "--config", str(tiny), "--trainer.strategy", "andrea_pl.strategies.ClipHook")
+    assert result.returncode == 1
+    assert "needs options, or is none by itself" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_build_extension() -> None:
     result = andrea("build-extension")
     assert result.returncode == 0, result.stderr

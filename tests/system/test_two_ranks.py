@@ -133,6 +133,8 @@ CLIPPED = [
     "fsdp2 sgd",
     "fsdp2 adamw",
     "fsdp2 adamw torch",
+    "deferred ddp adamw",
+    "deferred fsdp2 adamw",
 ]
 
 
@@ -178,16 +180,33 @@ def test_only_the_last_micro_batch_exchanges_shards(both: list[Results]) -> None
         assert results["present"] == [0, len(results["weights"])] * 10
 
 
-def test_nan_in_one_rank_s_shard(both: list[Results]) -> None:
+@pytest.mark.parametrize("prefix", ["", "deferred "])
+def test_nan_in_one_rank_s_shard(prefix: str, both: list[Results]) -> None:
     """Lightning#19106 under FSDP2, where a NaN may lie in one rank's shards alone."""
     for results in both:
-        assert results["fsdp2 nan skip"]["outcomes"] == ["nonfinite_skip", "applied"]
-        assert results["fsdp2 nan skip"]["weight"].tolist() == pytest.approx([-0.003, 0.003])
-        assert results["fsdp2 nan raise"]["outcomes"] == ["applied", "nonfinite_raise"]
-        assert "the gradient of unigram.weight" in results["fsdp2 nan raise"]["error"]
+        skipped, raised = (results[f"{prefix}fsdp2 nan {policy}"] for policy in ("skip", "raise"))
+        assert skipped["outcomes"] == ["nonfinite_skip", "applied"]
+        assert skipped["weight"].tolist() == pytest.approx([-0.003, 0.003])
+        assert raised["outcomes"] == ["applied", "nonfinite_raise"]
+        assert "the gradient of unigram.weight" in raised["error"]
+
+
+def test_ranks_agree_on_the_extension(both: list[Results]) -> None:
+    """One rank without a compiler: all clip with torch, or all stop."""
+    for rank, results in enumerate(both):
+        assert results["auto lacking"] == {"error": "", "uses": {torch.device("cpu"): False}}
+        told = "no compiler on rank 1" if rank else "another rank cannot have the clip extension"
+        assert told in results["extension lacking"]["error"]
+
+
+def test_a_broken_window_is_not_continued_under_fsdp2(both: list[Results]) -> None:
+    """Half an update that FSDP2 has accumulated must not leak into the next."""
+    for results in both:
+        assert "resume from a checkpoint" in results["broken"]["error"]
 
 
 def test_tensor_parallel_ranks_and_scalers_are_refused(both: list[Results]) -> None:
     for results in both:
         assert "clip_model_parallel" in results["tensor parallel"]["error"]
         assert "bf16-mixed" in results["fsdp2 scaler"]["error"]
+        assert "no fused SGD" in results["fsdp2 fused sgd"]["error"]

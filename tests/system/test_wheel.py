@@ -19,6 +19,7 @@ FILES = [
     "andrea_pl/strategies/hook.py",
     "andrea_pl/csrc/clip_kernels.cuh",
     "andrea_pl/csrc/clip_cpu.cpp",
+    "andrea_pl/csrc/clip_tensors.h",
     "andrea_pl/csrc/clip_cuda.cu",
     "andrea_callbacks/__init__.py",
     "andrea_callbacks/py.typed",

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import andrea_pl.update
 from andrea_pl import (
     ClipDDPStrategy,
     ClipModelParallelStrategy,
@@ -30,6 +31,8 @@ from andrea_pl import (
     Window,
     WindowLoader,
 )
+from andrea_pl.optim import ExtensionError
+from andrea_pl.optim import clipping as clipping_module
 from toy import ListLoader, Recorder, RowLogger, ToyU, build_trainer, window
 
 RANKS, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
@@ -300,13 +303,72 @@ def automatic(static_graph: bool) -> dict[str, Any]:
     return {"weights": [each.detach().clone() for each in module.parameters()]}
 
 
-def refused(strategy: Any, **options: Any) -> dict[str, Any]:
+def refused(strategy: Any, build: Any = None, **options: Any) -> dict[str, Any]:
     """Return the message with which a combination is refused."""
     try:
-        build_trainer(devices=RANKS, strategy=strategy, **options).fit(Sharded(), ListLoader([window(A)]))
+        build_trainer(devices=RANKS, strategy=strategy, **options).fit(
+            Sharded(build=build), ListLoader([window(A)])
+        )
     except UserError as error:
         return {"error": str(error)}
     return {"error": ""}
+
+
+class Breaks(Sharded):
+    """Catches an exception between the micro-batches of its second update, and goes on."""
+
+    def loss_sum(self, micro_batch: Any) -> torch.Tensor:
+        if self.trainer.global_step == 1 and self.is_second:
+            raise ValueError("broken")
+        self.is_second = True
+        return super().loss_sum(micro_batch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.is_second = False
+        try:
+            return super().training_step(batch, batch_idx)
+        except ValueError as error:
+            if "broken" not in str(error):
+                raise
+            return None
+
+
+def broken() -> dict[str, Any]:
+    """Return the message with which a window after a broken one is refused under FSDP2."""
+    trainer = build_trainer(devices=RANKS, strategy=clip_strategy("fsdp2", "torch"))
+    try:
+        trainer.fit(Breaks(build=adamw), ListLoader([window(A, B)] * 3))
+    except UserError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+def lacking(clipper: str) -> dict[str, Any]:
+    """Train where the extension cannot be had on rank 1."""
+
+    def load(device: torch.device) -> None:
+        if RANKS > 1 and torch.distributed.get_rank() == 1:
+            raise ExtensionError("no compiler on rank 1")
+
+    original, clipping_module.load_extension = clipping_module.load_extension, load
+    strategy = ClipDDPStrategy(clipper=clipper, process_group_backend="gloo")
+    error = ""
+    try:
+        build_trainer(devices=RANKS, strategy=strategy).fit(ToyU(), ListLoader([window(A)]))
+    except ExtensionError as caught:
+        error = str(caught)
+    finally:
+        clipping_module.load_extension = original
+    return {"error": error, "uses": strategy.clipper._extended}
+
+
+def deferred(scenario: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Have the CPU judge updates by itself, as an accelerator does."""
+    andrea_pl.update._judges_by_itself = lambda device: True
+    try:
+        return scenario()
+    finally:
+        andrea_pl.update._judges_by_itself = lambda device: device.type != "cpu"
 
 
 def scaled() -> Any:
@@ -315,6 +377,10 @@ def scaled() -> Any:
 
 def sgd(parameters: Any) -> Any:
     return torch.optim.SGD(parameters, lr=0.1)
+
+
+def fused_sgd(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.1, fused=True)
 
 
 def adamw(parameters: Any) -> Any:
@@ -343,10 +409,21 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "fsdp2 adamw torch": lambda: clipping("fsdp2", adamw, clipper="torch"),
     "fsdp2 nan skip": lambda: sharded_toy([[window(A)] * 2, [bad, window(B)]], on_nonfinite="skip"),
     "fsdp2 nan raise": lambda: sharded_toy([[window(A)] * 2, [window(B), bad]]),
+    "deferred ddp adamw": lambda: deferred(lambda: clipping("ddp", adamw)),
+    "deferred fsdp2 adamw": lambda: deferred(lambda: clipping("fsdp2", adamw)),
+    "deferred fsdp2 nan skip": lambda: deferred(SCENARIOS["fsdp2 nan skip"]),
+    "deferred fsdp2 nan raise": lambda: deferred(SCENARIOS["fsdp2 nan raise"]),
+    "broken": broken,
+    "auto lacking": lambda: lacking("auto"),
+    "extension lacking": lambda: lacking("extension"),
+    "fsdp2 fused sgd": lambda: refused(clip_strategy("fsdp2", "torch"), build=fused_sgd),
     "tensor parallel": lambda: refused(ModelParallelStrategy(process_group_backend="gloo")),
     "fsdp2 scaler": lambda: refused(clip_strategy("fsdp2", "torch"), plugins=[scaled()]),
 }
-ON_TWO_ALONE = ("fsdp2 nan skip", "fsdp2 nan raise", "tensor parallel", "fsdp2 scaler")
+ON_TWO_ALONE = {
+    *(f"{prefix}fsdp2 nan {policy}" for prefix in ("", "deferred ") for policy in ("skip", "raise")),
+    *("broken", "auto lacking", "extension lacking", "fsdp2 fused sgd", "tensor parallel", "fsdp2 scaler"),
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
