@@ -51,6 +51,11 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if "://" in path:
         raise UserError(f"{path}: checkpoints are read from local files only; download it first")
     if not Path(path).is_file():
+        if (Path(path) / ".metadata").is_file():
+            raise UserError(
+                f"{path}: a folder of shards, which only trainer.strategy.save_distributed_checkpoint: true "
+                "writes and only its own strategy continues, from Python; leave that false for one file"
+            )
         inside = sorted(Path(path).rglob("*.ckpt")) if Path(path).is_dir() else []
         hint = f"; that folder holds {inside[-1]}" if inside else ""
         raise UserError(f"{path}: no such checkpoint file; give a .ckpt that andrea fit wrote{hint}")

@@ -28,7 +28,8 @@ from andrea_pl.errors import UserError
 from andrea_pl.language import LanguageModule
 from andrea_pl.network import Sampling
 from andrea_pl.optim import build_extension
-from andrea_pl.optim.extension import canonical_target
+from andrea_pl.optim.extension import canonical_target, load_extension
+from andrea_pl.strategies import ClipDDPStrategy, ClipModelParallelStrategy, ClipSingleDeviceStrategy
 from andrea_pl.update import NonFiniteError
 
 TRUSTED_IMPORTS = [
@@ -49,6 +50,12 @@ TRUST_HELP = (
     f"A configuration may name classes of {', '.join(TRUSTED_IMPORTS)}; {TRUST_FLAG} NAME on the command "
     "line allows another module or package, NAME, as well."
 )
+
+CLIP_STRATEGIES: dict[str, type[Strategy]] = {
+    each.strategy_name: each
+    for each in (ClipSingleDeviceStrategy, ClipDDPStrategy, ClipModelParallelStrategy)
+}
+"""The strategies that carry the clip hook, by the names they are registered under."""
 
 LIBRARY_REMEDY = "Add the import path to import_path_allowlist in set_parsing_settings to allow it"
 
@@ -245,7 +252,8 @@ class AndreaCLI(LightningCLI):
         try:
             return super().instantiate_trainer(**kwargs)
         except ValueError as error:
-            raise UserError(f"the trainer refuses its options: {error}") from error
+            ours = f" Ours are {', '.join(CLIP_STRATEGIES)}." if "strategy name" in str(error) else ""
+            raise UserError(f"the trainer refuses its options: {error}{ours}") from error
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -353,6 +361,7 @@ def build_extensions(architectures: list[str]) -> None:
     targets = ["cpu", *map(canonical_target, architectures)]
     for target in targets:
         print(f"{target}: {build_extension(target)}")
+    load_extension(torch.device("cpu"))  # a damaged file is found now
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -468,6 +477,7 @@ def _restrict(arguments: list[str]) -> list[str]:
             trusted.append(argument.partition("=")[2])
         else:
             kept.append(argument)
+    kept = _name_strategy_class(kept)
     for before, argument in pairwise(["", *kept]):
         path = argument.partition("=")[2] if argument.startswith("--config=") else argument
         if (before in ("-c", "--config") or path != argument) and Path(path).is_file():
@@ -478,6 +488,24 @@ def _restrict(arguments: list[str]) -> list[str]:
     except ValueError as error:
         raise UserError(f"{TRUST_FLAG}: {error}") from error
     return kept
+
+
+def _name_strategy_class(arguments: list[str]) -> list[str]:
+    """Write the class where the command line names one of our strategies and gives it options."""
+    flag = "--trainer.strategy"
+    if not any(argument.startswith(f"{flag}.") for argument in arguments):
+        return arguments
+    classes = {name: f"{each.__module__}.{each.__qualname__}" for name, each in CLIP_STRATEGIES.items()}
+    named = [
+        f"{flag}={classes.get(argument.removeprefix(f'{flag}='), argument.removeprefix(f'{flag}='))}"
+        if argument.startswith(f"{flag}=")
+        else argument
+        for argument in arguments
+    ]
+    return [
+        classes.get(argument, argument) if before == flag else argument
+        for before, argument in pairwise(["", *named])
+    ]
 
 
 def _named_strategy(name: Any) -> Strategy | None:

@@ -190,6 +190,13 @@ class Clipper:
             self._scale(optimizer, coefficient)
         return coefficient
 
+    def scale_now(self, optimizer: Optimizer) -> None:
+        """Do now what was left to the optimizer's next step, for whoever must see clipped gradients."""
+        divisor = getattr(optimizer, "grad_scale", None) if optimizer in self._folded else None
+        self._unfold(optimizer)
+        if divisor is not None:
+            self._scale(optimizer, 1.0 / divisor.double())
+
     def forget(self, optimizer: Optimizer) -> None:
         """Have the norm computed anew the next time, since gradients were written to behind torch's back."""
         self._measured.pop(optimizer, None)

@@ -78,7 +78,8 @@ def build_extension(target: str) -> Path:
         return library
     compiler = _nvcc() if target != "cpu" else _cxx()
     if shutil.which(compiler[0]) is None:
-        raise ExtensionError(_what_to_install(target))
+        missing = f"{compiler[0]} is not found; " if compiler[0] not in (*COMPILERS, "nvcc") else ""
+        raise ExtensionError(missing + _what_to_install(target))
     command = [*compiler, *_options(target)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,10 +108,11 @@ def _compile(command: Sequence[str], library: Path, target: str) -> None:
         unfinished.unlink(missing_ok=True)
         log = library.with_suffix(".log")
         log.write_text(f"{' '.join(command)}\n{done.stdout}{done.stderr}", encoding="utf-8")
-        errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+        lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        errors = [line for line in lines if "error" in line.lower() or "fatal" in line.lower()] or lines[-1:]
         raise ExtensionError(
             f"{compiler} failed on the clip extension for {target}: "
-            f"{errors[0].strip() if errors else f'exit code {done.returncode}'} (all of it in {log})"
+            f"{errors[0] if errors else f'exit code {done.returncode}'} (all of it in {log})"
         )
     unfinished.replace(library)
     rank_zero_info(f"built in {time.monotonic() - start:.0f} s, kept in {library.parent}")
@@ -123,7 +125,10 @@ def _load_once(name: str, build: Callable[[], Path]) -> None:
     try:
         torch.ops.load_library(library)
     except OSError as error:
-        raise ExtensionError(f"{library} does not load: {error}; delete it to have it built again") from error
+        reason = error.__cause__ or error
+        raise ExtensionError(
+            f"{library} does not load ({reason}); delete it to have it built again"
+        ) from error
     if name == "cpu":
         _register_fakes()
     _loaded.add(name)

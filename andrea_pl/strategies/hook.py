@@ -79,10 +79,11 @@ class _LightningClip:
         clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
+        raw = _raw(optimizer)
         if clip_val <= 0 or gradient_clip_algorithm != GradClipAlgorithmType.NORM:
+            self.hook.clipper.scale_now(raw)
             self.original(self.plugin, optimizer, clip_val, gradient_clip_algorithm)
             return
-        raw = _raw(optimizer)
         scaler = getattr(self.plugin, "scaler", None)
         if scaler is not None and getattr(raw, "_step_supports_amp_scaling", False):
             scaler.unscale_(raw)  # which Lightning leaves to a fused optimizer's step

@@ -2,11 +2,14 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
+from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from andrea_pl.errors import UserError
@@ -53,6 +56,8 @@ class ClipModelParallelStrategy(_SynchronizesLast, ModelParallelStrategy):
         data_parallel_size: Ranks among which data and parameters are shared out; `auto`: all that tensor
             parallelism leaves.
         tensor_parallel_size: Ranks that work on the same data.
+        save_distributed_checkpoint: False writes one file, which any strategy and `andrea generate` can read;
+            True a folder with a file a rank, which this strategy alone can continue.
         options: Those of Lightning's ModelParallelStrategy.
     """
 
@@ -63,6 +68,7 @@ class ClipModelParallelStrategy(_SynchronizesLast, ModelParallelStrategy):
         clipper: ClipperKind = "auto",
         data_parallel_size: int | Literal["auto"] = "auto",
         tensor_parallel_size: int = 1,
+        save_distributed_checkpoint: bool = False,
         **options: Any,
     ) -> None:
         self._takes_all_ranks = data_parallel_size == "auto"
@@ -70,6 +76,7 @@ class ClipModelParallelStrategy(_SynchronizesLast, ModelParallelStrategy):
             clipper=clipper,
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
             **options,
         )
 
@@ -95,6 +102,30 @@ class ClipModelParallelStrategy(_SynchronizesLast, ModelParallelStrategy):
                 f"torch has no fused SGD for the sharded parameters of {type(self).__name__}; use fused: "
                 "false, or fused AdamW"
             )
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load, unless Lightning would give moments to the wrong parameters.
+
+        It takes the numbers of an optimizer's parameters for places in the model; other strategies number
+        them along the optimizer's groups.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        if path.is_file() and self.optimizers:
+            kept = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            for state, optimizer in zip(kept.get("optimizer_states", []), self.optimizers, strict=False):
+                if [group["params"] for group in state["param_groups"]] != self._places(optimizer):
+                    raise UserError(
+                        f"{path}: written under another strategy, which numbers an optimizer's parameters in "
+                        f"another order than {type(self).__name__}; --init_from takes the weights alone"
+                    )
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def _places(self, optimizer: Optimizer) -> list[list[int]]:
+        """Return where in the model the parameters of each group are."""
+        model = cast(nn.Module, self.model)
+        places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+        return [[places[id(each)] for each in group["params"]] for group in optimizer.param_groups]
 
 
 for each in (ClipDDPStrategy, ClipModelParallelStrategy):

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from andrea_callbacks.gradients import is_sharded
 from andrea_callbacks.protocols import GeneratesText
 
 
@@ -87,10 +88,19 @@ class RunReport(Callback):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report, on rank zero."""
+        """Report, on rank zero; where the model is sharded, all ranks write the sample together."""
         folder = trainer.log_dir  # all ranks must ask
-        if not trainer.is_global_zero:
-            return
+        if trainer.is_global_zero:
+            self._say_where(trainer, folder)
+        if (
+            self.max_new_tokens
+            and isinstance(pl_module, GeneratesText)
+            and not getattr(trainer, "fast_dev_run", False)
+            and (trainer.is_global_zero or any(map(is_sharded, pl_module.parameters())))
+        ):
+            self._show_sample(trainer, pl_module)
+
+    def _say_where(self, trainer: pl.Trainer, folder: str | None) -> None:
         lines = [f"{trainer.global_step:,} updates done"]
         if trainer.loggers and folder is not None:
             lines.append(f"logs: {folder} (tensorboard --logdir {folder})")
@@ -98,12 +108,6 @@ class RunReport(Callback):
         if saved is not None:
             lines.append(f"checkpoint: {saved}")
         rank_zero_info("\n".join(lines))
-        if (
-            self.max_new_tokens
-            and isinstance(pl_module, GeneratesText)
-            and not getattr(trainer, "fast_dev_run", False)
-        ):
-            self._show_sample(trainer, pl_module)
 
     def _show_sample(self, trainer: pl.Trainer, module: GeneratesText) -> None:
         device = next((each.device for each in _tensors(module)), torch.device("cpu"))
@@ -115,7 +119,7 @@ class RunReport(Callback):
             return
         for prompt, text in zip(self.prompts, texts, strict=True):
             rank_zero_info(f"sample: {prompt}{text}")
-        for logger in trainer.loggers:
+        for logger in trainer.loggers if trainer.is_global_zero else []:
             add_text = getattr(cast(Any, logger).experiment, "add_text", None)
             if callable(add_text):
                 samples = "\n\n".join(prompt + text for prompt, text in zip(self.prompts, texts, strict=True))

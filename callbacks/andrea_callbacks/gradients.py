@@ -23,7 +23,7 @@ Measure = Callable[[Sequence[Tensor]], Tensor]
 """What `squared_norms` does; an extension may do it faster."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class GradientNorm:
     """What is known of the gradients of one optimizer at one moment. Tensors stay where the gradients are.
 
@@ -38,6 +38,9 @@ class GradientNorm:
 
     rows: Tensor
     """(P, 2) like `total`: each gradient's sum of squares, and how many of its elements are NaN or Inf."""
+
+    def __repr__(self) -> str:
+        return f"GradientNorm(total={self.total}, parameters={len(self.parameters)})"
 
     @property
     def per_parameter(self) -> Tensor:
@@ -95,9 +98,17 @@ def gradient_norm(parameters: Iterable[Tensor], measure: "Measure | None" = None
     return GradientNorm(total=total, parameters=with_gradient, rows=rows)
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Say whether a tensor is a DTensor, without importing that module where nobody else did."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def local_gradient(gradient: Tensor) -> Tensor:
     """Return this rank's part of a gradient: all of it, unless it is a DTensor."""
-    if not _is_sharded(gradient):
+    if not is_sharded(gradient):
         return gradient
     with torch.no_grad():  # where this is the part itself and no view of it
         return cast(Tensor, cast(Any, gradient).to_local())
@@ -158,17 +169,9 @@ def _values(gradient: Tensor) -> Tensor:
     return gradient.reshape(-1)
 
 
-def _is_sharded(gradient: Tensor) -> bool:
-    """Say whether a tensor is a DTensor, without importing that module where nobody else did."""
-    if type(gradient) is Tensor:
-        return False
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(gradient, module.DTensor)
-
-
 def _summed(gradient: Tensor) -> Tensor:
     """Return a gradient whose parts are shards or replicas, and no summands."""
-    if not _is_sharded(gradient):
+    if not is_sharded(gradient):
         return gradient
     from torch.distributed.tensor import Replicate
 
@@ -184,7 +187,7 @@ def _add_shards(rows: Tensor, gradients: Sequence[Tensor]) -> None:
     """Add up, in place, rows of gradients that ranks share among them; replicas are alike already."""
     shared: dict[Any, list[int]] = {}
     for place, gradient in enumerate(gradients):
-        if _is_sharded(gradient):
+        if is_sharded(gradient):
             sharded = cast(Any, gradient)
             for dimension, placement in enumerate(sharded.placements):
                 if not placement.is_replicate():

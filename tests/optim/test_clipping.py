@@ -313,6 +313,18 @@ def test_who_can_be_held() -> None:
 
 
 @KINDS
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_is_left_to_the_step_can_be_done_now(kind: Any, fused: bool) -> None:
+    optimizer = sgd(torch.tensor([3.0, 4.0]), fused=fused)
+    clipper = Clipper(kind)
+    clipper.clip_gradients(optimizer, 1.0)
+    clipper.scale_now(optimizer)
+    assert optimizer_parameters(optimizer)[0].grad.tolist() == pytest.approx([0.6, 0.8])
+    optimizer.step()
+    assert weights(optimizer)[0].tolist() == pytest.approx([-0.6, -0.8])
+
+
+@KINDS
 def test_without_a_bound_only_the_hold_is_set(kind: Any) -> None:
     """No divisor that a device would divide, and write, all gradients by."""
     optimizer = sgd(torch.tensor([3.0, 4.0]), fused=True)

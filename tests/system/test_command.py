@@ -349,6 +349,7 @@ def test_named_optimizer_in_yaml(tiny: Path) -> None:
         (["--trainer.strategy", "clip_single_device"], "auto"),
         (["--trainer.strategy=andrea_pl.strategies.ClipSingleDeviceStrategy"], "auto"),
         (["--trainer.strategy=ClipSingleDeviceStrategy", "--trainer.strategy.clipper=torch"], "torch"),
+        (["--trainer.strategy", "clip_single_device", "--trainer.strategy.clipper", "torch"], "torch"),
     ],
 )
 def test_clip_strategies_by_name_and_class_path(tiny: Path, options: list[str], clipper: str) -> None:

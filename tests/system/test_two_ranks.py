@@ -191,6 +191,16 @@ def test_nan_in_one_rank_s_shard(prefix: str, both: list[Results]) -> None:
         assert "the gradient of unigram.weight" in raised["error"]
 
 
+def test_checkpoints_under_fsdp2(both: list[Results]) -> None:
+    """One file, which goes on exactly and is read anywhere; moments never go to the wrong weights."""
+    for results in (each["checkpoint"] for each in both):
+        assert results["step"] == 4
+        assert len(results["saved"]) == len(results["straight"])
+        for here, there in zip(results["resumed"], results["straight"], strict=True):
+            torch.testing.assert_close(here, there)
+        assert "--init_from takes the weights alone" in results["error"]
+
+
 def test_ranks_agree_on_the_extension(both: list[Results]) -> None:
     """One rank without a compiler: all clip with torch, or all stop."""
     for rank, results in enumerate(both):

@@ -371,6 +371,48 @@ def deferred(scenario: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         andrea_pl.update._judges_by_itself = lambda device: device.type != "cpu"
 
 
+def checkpointed() -> dict[str, Any]:
+    """Save under FSDP2, go on from there, and from a file that numbers parameters as other strategies do."""
+    path = FOLDER / "sharded.ckpt"
+
+    def fit(updates: int, **options: Any) -> tuple[pl.Trainer, LanguageModule]:
+        torch.manual_seed(6)
+        shape = TransformerConfig(vocab_size=19, block_size=8, d_model=16, n_heads=2, n_layers=1)
+        module = LanguageModule(shape, schedule="constant", lr=1e-2)
+        trainer = build_trainer(
+            devices=RANKS, strategy=clip_strategy("fsdp2", "torch"), max_steps=updates, max_epochs=-1
+        )
+        rows = (torch.arange(4)[:, None] + torch.arange(9)) % 19
+        batch = {"input_ids": rows[:, :-1], "labels": rows[:, 1:], "num_tokens": 32}
+        trainer.fit(module, ListLoader([Window([batch])] * 4), **options)
+        return trainer, module
+
+    straight = fit(4)[1]
+    trainer, _ = fit(2)
+    trainer.save_checkpoint(path)
+    resumed, module = fit(4, ckpt_path=path)
+    alone = LanguageModule.load_from_checkpoint(path) if path.is_file() else None
+    kept = torch.load(path, weights_only=True)
+    numbers = iter(range(100))
+    for group in kept["optimizer_states"][0]["param_groups"]:
+        group["params"] = [next(numbers) for _ in group["params"]]
+    if resumed.global_rank == 0:
+        torch.save(kept, FOLDER / "other.ckpt")
+    resumed.strategy.barrier()
+    error = ""
+    try:
+        fit(4, ckpt_path=FOLDER / "other.ckpt")
+    except UserError as caught:
+        error = str(caught)
+    return {
+        "step": resumed.global_step,
+        "straight": [whole(each) for each in straight.parameters()],
+        "resumed": [whole(each) for each in module.parameters()],
+        "saved": [] if alone is None else [each.detach() for each in alone.parameters()],
+        "error": error,
+    }
+
+
 def scaled() -> Any:
     return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
 
@@ -414,6 +456,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "deferred fsdp2 nan skip": lambda: deferred(SCENARIOS["fsdp2 nan skip"]),
     "deferred fsdp2 nan raise": lambda: deferred(SCENARIOS["fsdp2 nan raise"]),
     "broken": broken,
+    "checkpoint": checkpointed,
     "auto lacking": lambda: lacking("auto"),
     "extension lacking": lambda: lacking("extension"),
     "fsdp2 fused sgd": lambda: refused(clip_strategy("fsdp2", "torch"), build=fused_sgd),
@@ -422,7 +465,15 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 ON_TWO_ALONE = {
     *(f"{prefix}fsdp2 nan {policy}" for prefix in ("", "deferred ") for policy in ("skip", "raise")),
-    *("broken", "auto lacking", "extension lacking", "fsdp2 fused sgd", "tensor parallel", "fsdp2 scaler"),
+    *(
+        "broken",
+        "checkpoint",
+        "auto lacking",
+        "extension lacking",
+        "fsdp2 fused sgd",
+        "tensor parallel",
+        "fsdp2 scaler",
+    ),
 }
 
 if __name__ == "__main__":
