@@ -29,7 +29,14 @@ import lightning.pytorch as pl
 import torch
 from pairs import describe
 
-from andrea_pl import ClipSingleDeviceStrategy, LanguageModule, RoPELanguageModel, TransformerConfig, Window
+from andrea_pl import (
+    ClipSingleDeviceStrategy,
+    LanguageModule,
+    RoPELanguageModel,
+    TextDataModule,
+    TextSource,
+    TransformerConfig,
+)
 from andrea_pl.optim import Clipper
 from andrea_pl.optim.extension import load_extension
 
@@ -144,19 +151,18 @@ class NoWaiting(pl.Callback):
 
 
 def train_without_waiting(device: torch.device) -> int:
-    """Train ten updates and return how many were watched."""
+    """Train an epoch on padded windows of several micro-batches and return how many updates were watched."""
     shape = TransformerConfig(vocab_size=256, block_size=64, d_model=128, n_heads=4, n_layers=2)
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(0, 256, (10, 3, 8, 65), generator=generator)
-    windows = [
-        Window(
-            [
-                {"input_ids": part[:, :-1], "labels": part[:, 1:], "num_tokens": part[:, 1:].numel()}
-                for part in each
-            ]
-        )
-        for each in rows
-    ]
+    numbers = random.Random(0)
+    documents = [[numbers.randrange(256) for _ in range(numbers.randrange(2, 120))] for _ in range(300)]
+    data = TextDataModule(
+        [TextSource(name="random", kind="tokens", documents=documents)],
+        vocab_size=256,
+        block_size=64,
+        sequences_per_update=32,
+        micro_batch_tokens=512,
+        val_fraction=0.0,
+    )
     watching = NoWaiting()
     module = LanguageModule(shape, lr=1e-3, schedule="constant", max_norm=0.5)
     trainer = pl.Trainer(
@@ -171,21 +177,10 @@ def train_without_waiting(device: torch.device) -> int:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, _Sized(windows))
-    if module.updates_applied != len(windows):
-        sys.exit(f"{module.updates_applied} of {len(windows)} updates were applied")
+    trainer.fit(module, datamodule=data)
+    if module.updates_applied != trainer.global_step:
+        sys.exit(f"{module.updates_applied} of {trainer.global_step} updates were applied")
     return watching.watched
-
-
-class _Sized:
-    def __init__(self, windows: list[Window]) -> None:
-        self.windows = windows
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __iter__(self) -> Any:
-        return iter(self.windows)
 
 
 def time_shape(name: str, shape: TransformerConfig, clock: Clock, bandwidth: float, rounds: int) -> None:

@@ -38,28 +38,25 @@ _told: set[str] = set()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Moment:
-    """The gradients of an optimizer as they were: which tensors, and how often each had been written."""
+    """Gradients as they were: which tensors, and how often each had been written."""
 
     tensors: tuple["ref[Tensor]", ...]
     versions: tuple[int, ...]
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> "_Moment":
-        gradients = _gradients(optimizer)
-        # a DTensor's own counter stands still; that of its part moves
-        versions = tuple(local_gradient(each)._version for each in gradients)
-        return cls(tensors=tuple(ref(each) for each in gradients), versions=versions)
+    def of(cls, gradients: list[Tensor]) -> "_Moment":
+        return cls(tensors=tuple(map(ref, gradients)), versions=tuple(map(_version, gradients)))
 
-    def shares_a_gradient(self, optimizer: Optimizer) -> bool:
+    def shares_one_with(self, gradients: list[Tensor]) -> bool:
         """Say whether any of the tensors still is a gradient, written to or not."""
-        present = {id(each) for each in _gradients(optimizer)}
+        present = set(map(id, gradients))
         return any(id(kept()) in present for kept in self.tensors)
 
-    def is_now(self, optimizer: Optimizer) -> bool:
-        gradients = _gradients(optimizer)
-        return len(gradients) == len(self.tensors) and all(
-            kept() is gradient and version == local_gradient(gradient)._version
-            for kept, version, gradient in zip(self.tensors, self.versions, gradients, strict=True)
+    def is_that_of(self, gradients: list[Tensor]) -> bool:
+        return (
+            len(gradients) == len(self.tensors)
+            and all(kept() is each for kept, each in zip(self.tensors, gradients, strict=True))
+            and self.versions == tuple(map(_version, gradients))
         )
 
 
@@ -152,10 +149,12 @@ class Clipper:
     def gradient_norm(self, optimizer: Optimizer) -> GradientNorm:
         """Return norms and non-finite counts of the gradients of an optimizer, as they are."""
         self._watch(optimizer)
+        parameters = optimizer_parameters(optimizer)
+        gradients = [each.grad for each in parameters if each.grad is not None]
         moment, norm = self._measured.get(optimizer, (None, None))
-        if moment is None or norm is None or not moment.is_now(optimizer):
-            norm = gradient_norm(optimizer_parameters(optimizer), self._squared_norms)
-            self._measured[optimizer] = (_Moment.of(optimizer), norm)
+        if moment is None or norm is None or not moment.is_that_of(gradients):
+            norm = gradient_norm(parameters, self._squared_norms)
+            self._measured[optimizer] = (_Moment.of(gradients), norm)
         return norm
 
     def clip_gradients(self, optimizer: Optimizer, max_norm: float, hold: Tensor | None = None) -> Tensor:
@@ -258,10 +257,12 @@ class Clipper:
         """Return places of tensors that go together, and whether the extension takes them."""
         groups: dict[Any, list[int]] = {}
         for place, tensor in enumerate(tensors):
-            supported = _is_plain(tensor) and self.has_extension(tensor.device)
-            key = (supported, tensor.device, tensor.dtype, tensor.layout)
+            key = (tensor.dtype, tensor.device, tensor.layout, _is_dense(tensor))
             groups.setdefault(key, []).append(place)
-        return [(places, key[0]) for key, places in groups.items()]
+        return [
+            (places, dtype in FOLDED_DTYPES and is_dense and self.has_extension(device))
+            for (dtype, device, _, is_dense), places in groups.items()
+        ]
 
     def _fold(self, optimizer: Optimizer, divisor: Tensor | None, held: Tensor | None) -> None:
         if divisor is None and held is None:
@@ -296,7 +297,7 @@ class Clipper:
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Forget a coefficient that an exception left behind: none of its gradients is one of this step."""
         fold = self._folded.get(optimizer)
-        if fold is not None and not fold.moment.shares_a_gradient(optimizer):
+        if fold is not None and not fold.moment.shares_one_with(_gradients(optimizer)):
             self._unfold(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -333,18 +334,15 @@ def _gradients(optimizer: Optimizer) -> list[Tensor]:
     return [each.grad for each in optimizer_parameters(optimizer) if each.grad is not None]
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return (
-        tensor.dtype in FOLDED_DTYPES
-        and tensor.layout == torch.strided
-        and tensor.device.type in ("cpu", "cuda")
-        and tensor.numel() > 0
-        and _is_dense(tensor)
-    )
+def _version(gradient: Tensor) -> int:
+    """Return how often a gradient was written; a DTensor's own count stands still, that of its part moves."""
+    return local_gradient(gradient)._version
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Say whether the elements fill one stretch of memory, in whatever order."""
+    """Say whether there are elements, and they fill one stretch of memory, in whatever order."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return False
     if tensor.is_contiguous():
         return True
     expected = 1

@@ -89,10 +89,12 @@ def gradient_norm(parameters: Iterable[Tensor], measure: "Measure | None" = None
     if not with_gradient:
         nothing = torch.zeros((0, 2), dtype=torch.float64)
         return GradientNorm(total=nothing.sum(), parameters=(), rows=nothing)
-    gradients = [_summed(cast(Tensor, each.grad).detach()) for each in with_gradient]
-    local = [local_gradient(each) for each in gradients]
-    with torch.no_grad(), torch.autocast(local[0].device.type, enabled=False):
-        rows = (measure or squared_norms)([_values(each) for each in local])
+    device = cast(Tensor, with_gradient[0].grad).device
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        gradients = [cast(Tensor, each.grad) for each in with_gradient]
+        if any(map(is_sharded, gradients)):
+            gradients = [_summed(each) for each in gradients]
+        rows = (measure or squared_norms)([_values(local_gradient(each)) for each in gradients])
         _add_shards(rows, gradients)
         total = rows[:, 0].sum().sqrt()
     return GradientNorm(total=total, parameters=with_gradient, rows=rows)
@@ -118,7 +120,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return (T, 2) float64 on the first tensor's device: sums of squares, numbers of NaN and Inf elements.
 
     Args:
-        tensors: Flat, at least one; empty ones count nothing.
+        tensors: Contiguous, real, at least one; empty ones count nothing.
     """
     if all(each.device.type == "cpu" for each in tensors):
         return _squared_norms_on_cpu(tensors)
@@ -144,7 +146,8 @@ def _squared_norms_on_cpu(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _row_norms(values: Tensor) -> Tensor:
-    """Return float64 norms of parts of a flat tensor, enough of them for a float64 sum to be exact."""
+    """Return float64 norms of parts of a tensor, enough of them for a float64 sum to be exact."""
+    values = values.reshape(-1)
     if values.dtype != torch.float64:
         values = values.float()  # a cast inside the norm would lose two digits
     rows = values.numel() // ROW
@@ -156,7 +159,9 @@ def _row_norms(values: Tensor) -> Tensor:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """Return the elements of a gradient as a flat view in the order of memory."""
+    """Return the elements of a gradient as a contiguous real tensor, in the order of memory."""
+    if type(gradient) is Tensor and gradient.layout is torch.strided and gradient.is_contiguous():
+        return torch.view_as_real(gradient) if gradient.is_complex() else gradient
     if gradient.layout == torch.sparse_coo:
         gradient = gradient.coalesce().values()
     elif gradient.layout != torch.strided:
@@ -166,7 +171,7 @@ def _values(gradient: Tensor) -> Tensor:
     if not gradient.is_contiguous():
         order = sorted(range(gradient.ndim), key=lambda dimension: -gradient.stride(dimension))
         gradient = gradient.permute(order)
-    return gradient.reshape(-1)
+    return gradient.contiguous()
 
 
 def _summed(gradient: Tensor) -> Tensor:
