@@ -88,9 +88,8 @@ def build_extension(target: str) -> Path:
                 _compile(command, library, target)
     except OSError as error:
         raise ExtensionError(
-            f"the clip extension cannot be kept in {folder}: {error.strerror or error}; name another folder "
-            f"in "
-            "the environment variable TORCH_EXTENSIONS_DIR"
+            f"the clip extension cannot be kept in {folder}: {error.strerror or error}; the environment "
+            "variable TORCH_EXTENSIONS_DIR names another folder"
         ) from error
     return library
 
