@@ -29,8 +29,8 @@ class Attempt:
     nonfinite: str | None = None
     verdict: "HostCopy | None" = None
     """Loss, norm, tokens and coefficient on their way to the host, where the device judges the update."""
-    schedule: "ScheduleState | None" = None
-    """The schedule as it was before this update moved it."""
+    schedule: "ScheduleMove | None" = None
+    """How this update moved the schedule."""
 
     @property
     def is_pending(self) -> bool:
@@ -60,24 +60,41 @@ class HostCopy:
         return cast("list[float]", self._values.tolist())
 
 
-class ScheduleState:
-    """A scheduler's state at one moment, and what it writes into its optimizer: rates, momenta, betas."""
+class ScheduleMove:
+    """Steps a scheduler, so that it can be taken back: its state, and the rates, momenta and betas it wrote.
+
+    What others have written to the optimizer since then stays.
+    """
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._state = copy.deepcopy(scheduler.state_dict())
-        self._groups = [
-            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-            for group in cast(Optimizer, scheduler.optimizer).param_groups
+        before = [_values_of(group) for group in cast(Optimizer, scheduler.optimizer).param_groups]
+        scheduler.step()
+        after = [_values_of(group) for group in cast(Optimizer, scheduler.optimizer).param_groups]
+        self._changes = [
+            {key: (old[key], new[key]) for key in old if key in new and old[key] != new[key]}
+            for old, new in zip(before, after, strict=True)
         ]
 
-    def restore(self) -> None:
+    def take_back(self) -> None:
         """Put back what was."""
         self._scheduler.load_state_dict(self._state)
         groups = cast(Optimizer, self._scheduler.optimizer).param_groups
-        for group, kept in zip(groups, self._groups, strict=True):
-            for key, value in kept.items():
+        for group, changes in zip(groups, self._changes, strict=True):
+            for key, (old, new) in changes.items():
+                if group[key] != new:
+                    continue
                 if isinstance(group[key], Tensor):
-                    group[key].copy_(value)
+                    group[key].copy_(old)
                 else:
-                    group[key] = value
+                    group[key] = old
+
+
+def _values_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return copies of what a scheduler may write: numbers, also in tensors and tuples."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if isinstance(value, (int, float, tuple, Tensor))
+    }

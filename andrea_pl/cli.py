@@ -13,6 +13,7 @@ from typing import Any, NoReturn, cast
 import lightning.pytorch as pl
 import lightning.pytorch.strategies
 import torch
+import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
@@ -477,11 +478,11 @@ def _restrict(arguments: list[str]) -> list[str]:
             trusted.append(argument.partition("=")[2])
         else:
             kept.append(argument)
-    kept = _name_strategy_class(kept)
     for before, argument in pairwise(["", *kept]):
         path = argument.partition("=")[2] if argument.startswith("--config=") else argument
         if (before in ("-c", "--config") or path != argument) and Path(path).is_file():
             _check_configuration(Path(path))
+    kept = _name_strategy_class(kept)
     set_parsing_settings(config_read_mode_urls_enabled=False, config_read_mode_fsspec_enabled=False)
     try:
         set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=[*TRUSTED_IMPORTS, *trusted])
@@ -491,21 +492,43 @@ def _restrict(arguments: list[str]) -> list[str]:
 
 
 def _name_strategy_class(arguments: list[str]) -> list[str]:
-    """Write the class where the command line names one of our strategies and gives it options."""
+    """Write the class where one of our strategies is named and the command line gives it options."""
     flag = "--trainer.strategy"
-    if not any(argument.startswith(f"{flag}.") for argument in arguments):
+    options = [place for place, argument in enumerate(arguments) if argument.startswith(f"{flag}.")]
+    if not options:
         return arguments
-    classes = {name: f"{each.__module__}.{each.__qualname__}" for name, each in CLIP_STRATEGIES.items()}
-    named = [
-        f"{flag}={classes.get(argument.removeprefix(f'{flag}='), argument.removeprefix(f'{flag}='))}"
-        if argument.startswith(f"{flag}=")
-        else argument
-        for argument in arguments
-    ]
-    return [
-        classes.get(argument, argument) if before == flag else argument
-        for before, argument in pairwise(["", *named])
-    ]
+    named: list[str] = []
+    name: str | None = None
+    for before, argument in pairwise(["", *arguments]):
+        is_name = argument.startswith(f"{flag}=") or before == flag
+        name = argument.removeprefix(f"{flag}=") if is_name else name
+        named.append(argument.replace(name, _class_path(name)) if is_name and name else argument)
+    if name is None:
+        name = _configured_strategy(arguments)
+        if name in CLIP_STRATEGIES:
+            named.insert(options[0], f"{flag}={_class_path(name)}")
+    return named
+
+
+def _class_path(name: str) -> str:
+    found = CLIP_STRATEGIES.get(name)
+    return name if found is None else f"{found.__module__}.{found.__qualname__}"
+
+
+def _configured_strategy(arguments: list[str]) -> str | None:
+    """Return the strategy that the last configuration file names, if any names one."""
+    name: str | None = None
+    for before, argument in pairwise(["", *arguments]):
+        path = argument.partition("=")[2] if argument.startswith("--config=") else argument
+        if (before in ("-c", "--config") or path != argument) and Path(path).is_file():
+            try:
+                content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            except yaml.YAMLError:
+                continue  # which the parser reports
+            trainer = cast("dict[str, Any]", content).get("trainer") if isinstance(content, dict) else None
+            named = cast("dict[str, Any]", trainer).get("strategy") if isinstance(trainer, dict) else None
+            name = named if isinstance(named, str) else name
+    return name
 
 
 def _named_strategy(name: Any) -> Strategy | None:

@@ -35,7 +35,7 @@ from andrea_callbacks.finite import FiniteGuard
 from andrea_callbacks.gradients import optimizer_parameters
 from andrea_callbacks.protocols import ClipsGradients
 from andrea_callbacks.updates import EpochSummary, UpdateLog, publish_report
-from andrea_pl.attempt import Attempt, HostCopy, ScheduleState
+from andrea_pl.attempt import Attempt, HostCopy, ScheduleMove
 from andrea_pl.data.windows import Window, WindowLoader
 from andrea_pl.errors import UserError
 from andrea_pl.optim.clipping import Clipper, can_hold
@@ -197,7 +197,7 @@ class TokenWeightedModule(pl.LightningModule):
         if attempt.outcome != "applied":
             attempt.coefficient = None
             if attempt.schedule is not None:
-                attempt.schedule.restore()
+                attempt.schedule.take_back()
         self._count_skips_or_raise(attempt, None)
         self._publish(attempt)
 
@@ -211,7 +211,9 @@ class TokenWeightedModule(pl.LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Refuse a strategy that cannot work."""
+        """Refuse a strategy that cannot work, and forget an earlier fit that broke off."""
+        self._attempt = self._pending = None
+        self._is_accumulating = False
         if stage == "fit" and isinstance(self.trainer.strategy, FSDPStrategy):
             raise UserError(
                 "FSDPStrategy (FSDP1) cannot run the backward passes of manual optimization; use "
@@ -285,6 +287,8 @@ class TokenWeightedModule(pl.LightningModule):
     def _count_window(self, window: list[Any]) -> int | Tensor:
         """Return the label tokens of the window over all ranks."""
         tokens = sum(_whole(self.count_tokens(micro_batch)) for micro_batch in window)
+        if isinstance(tokens, Tensor) and tokens.device.type == "cpu":
+            tokens = int(tokens)  # a number on the host stays there
         if self.trainer.world_size == 1:
             return tokens
         local = torch.full((), 0, dtype=torch.int64, device=self.device) + tokens  # waits for no copy
@@ -300,14 +304,14 @@ class TokenWeightedModule(pl.LightningModule):
     def _clear_leftovers(self) -> None:
         """Take back what an exception may have left of an update that was given up."""
         self.zero_grad(set_to_none=True)
+        attempt, self._attempt = self._attempt, None
         scaler = self._scaler()
-        if self._attempt is not None and scaler is not None:
+        if attempt is not None and scaler is not None:
             scaler.update(scaler.get_scale())  # which forgets that gradients were unscaled
-        self._attempt = None
-        if self._is_accumulating and isinstance(self.trainer.strategy, ModelParallelStrategy):
+        if self._is_accumulating:
             raise UserError(
                 "an exception broke an update off between two micro-batches, and FSDP2 keeps what it had "
-                "accumulated where nobody can take it back; resume from a checkpoint"
+                "accumulated where nobody can take it back; resume from a checkpoint, with a new module"
             )
 
     def _accumulate(self, window: list[Any], tokens: int | Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -318,7 +322,7 @@ class TokenWeightedModule(pl.LightningModule):
         """
         scale = self.trainer.world_size / _divisor(tokens)
         losses: list[Tensor] = []
-        self._is_accumulating = True
+        is_sharded = isinstance(self.trainer.strategy, ModelParallelStrategy)
         for number, micro_batch in enumerate(window, start=1):
             with only_last_synchronizes(self.trainer.strategy, number == len(window)):
                 loss = self.loss_sum(micro_batch)
@@ -329,6 +333,7 @@ class TokenWeightedModule(pl.LightningModule):
                     )
                 losses.append(loss.detach())
                 if loss.requires_grad:
+                    self._is_accumulating |= is_sharded and number < len(window)
                     self.manual_backward(loss * scale)
                 elif self.trainer.world_size > 1:
                     raise UserError(
@@ -453,8 +458,9 @@ class TokenWeightedModule(pl.LightningModule):
         if scheduler is None or attempt.outcome != "applied":
             return
         if attempt.is_pending:
-            attempt.schedule = ScheduleState(scheduler)
-        scheduler.step()
+            attempt.schedule = ScheduleMove(scheduler)
+        else:
+            scheduler.step()
 
     def _log_to_bar(self, attempt: Attempt) -> None:
         """Feed Lightning's bar and monitors."""

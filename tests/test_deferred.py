@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import andrea_pl.update
 from andrea_callbacks import EpochSummary, FiniteGuard, PreClipNorm
 from andrea_pl import ClipSingleDeviceStrategy, NonFiniteError, Window
-from andrea_pl.attempt import HostCopy, ScheduleState
+from andrea_pl.attempt import HostCopy, ScheduleMove
 from andrea_pl.optim import Clipper
 from toy import ListLoader, RowLogger, ToyU, build_trainer, window
 
@@ -311,6 +311,22 @@ def test_schedules_that_move_more_than_the_rate(schedule: Any, monkeypatch: pyte
     assert torch.equal(*weights)
 
 
+def test_what_others_wrote_stays(deferring: None) -> None:
+    """A callback that sets the weight decay of each update, one of which is taken back."""
+    seen: list[float] = []
+
+    class Decays(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.1 * (batch_idx + 1)
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            seen.append(optimizer.param_groups[0]["weight_decay"])
+
+    module = ToyU(fused, halving, on_nonfinite="skip")
+    run(module, [window(A, B), BAD, window(B)], callbacks=[Decays()])
+    assert seen == pytest.approx([0.1, 0.2, 0.3])
+
+
 def test_a_module_without_callbacks_settles_too(deferring: None) -> None:
     class Bare(ToyU):
         def configure_callbacks(self) -> list[Any]:
@@ -321,17 +337,15 @@ def test_a_module_without_callbacks_settles_too(deferring: None) -> None:
         build_trainer(strategy=ClipSingleDeviceStrategy()).fit(module, ListLoader([window(A), BAD]))
 
 
-def test_schedule_state_restores_nested_schedulers() -> None:
+def test_moves_of_nested_schedulers_are_taken_back() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=torch.tensor(1.0))
     parts = [LinearLR(optimizer, 0.1, total_iters=3), LambdaLR(optimizer, lambda index: 1 / (1 + index))]
     scheduler = SequentialLR(optimizer, parts, milestones=[3])
     rates = []
     for _ in range(6):
-        state = ScheduleState(scheduler)
         before = float(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        scheduler.step()
-        state.restore()
+        ScheduleMove(scheduler).take_back()
         assert float(optimizer.param_groups[0]["lr"]) == before
         scheduler.step()
         rates.append(float(optimizer.param_groups[0]["lr"]))

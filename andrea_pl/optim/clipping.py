@@ -89,6 +89,7 @@ class Clipper:
             raise UserError(f"clipper must be one of {', '.join(get_args(ClipperKind))}, got {kind!r}")
         self.kind: ClipperKind = kind
         self._extended: dict[torch.device, bool] = {}
+        self._reasons: dict[torch.device, str] = {}
         self._measured: WeakKeyDictionary[Optimizer, tuple[_Moment, GradientNorm]] = WeakKeyDictionary()
         self._folded: WeakKeyDictionary[Optimizer, _Fold] = WeakKeyDictionary()
         self._watched: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
@@ -115,6 +116,7 @@ class Clipper:
                 if self.kind == "extension":
                     raise
                 self._extended[device] = False
+                self._reasons[device] = str(error)
                 _tell_once(f"clipping with torch: {error}")
         return self._extended[device]
 
@@ -122,29 +124,30 @@ class Clipper:
         """Have all ranks use the extension, or none, so that their norms are the same to the last bit.
 
         Args:
-            device: That of this rank. Where ranks are connected, all of them must call this together.
+            device: That of this rank. All ranks must call this together.
 
         Raises:
             ExtensionError: On every rank, if the kind is `extension` and one of them cannot have it.
         """
-        fault: ExtensionError | None = None
+        fault: Exception | None = None
         try:
-            has_it = self.has_extension(device)
-        except ExtensionError as error:
-            has_it, fault = False, error
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            if fault is not None:
-                raise fault
+            self.has_extension(device)
+        except Exception as error:  # whatever it is, the other ranks wait for this one's word
+            fault = error
+        mine = (self._reasons.get(device) if fault is None else str(fault), fault is not None)
+        words: list[tuple[str | None, bool]] = [mine] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(words, mine)
+        faulty = [(rank, *word) for rank, word in enumerate(words) if word[0] is not None]
+        if not faulty:
             return
-        everywhere = torch.tensor(float(has_it or self.kind == "torch"), device=device)
-        torch.distributed.all_reduce(everywhere, torch.distributed.ReduceOp.MIN)
-        if bool(everywhere):
-            return
-        if self.kind == "extension":
-            raise fault or ExtensionError("another rank cannot have the clip extension; it says why")
+        if fault is not None:
+            raise fault
+        rank, reason, _ = faulty[0]
+        if any(is_fault for *_, is_fault in faulty):
+            raise ExtensionError(f"rank {rank} cannot have the clip extension: {reason}")
+        if self._extended.get(device):
+            _tell_once(f"clipping with torch, since rank {rank} cannot have the clip extension: {reason}")
         self._extended[device] = False
-        if has_it:
-            _tell_once("clipping with torch: another rank cannot have the clip extension")
 
     def gradient_norm(self, optimizer: Optimizer) -> GradientNorm:
         """Return norms and non-finite counts of the gradients of an optimizer, as they are."""
@@ -173,6 +176,8 @@ class Clipper:
         Returns:
             The coefficient, 0-d float64 (float32 on devices without it).
         """
+        if hold is None:
+            hold = self._hold_of(optimizer)  # a second clip does not lift the hold of the first
         self._unfold(optimizer)
         norm = self.gradient_norm(optimizer)
         if hold is not None and not can_hold(optimizer):
@@ -192,9 +197,20 @@ class Clipper:
     def scale_now(self, optimizer: Optimizer) -> None:
         """Do now what was left to the optimizer's next step, for whoever must see clipped gradients."""
         divisor = getattr(optimizer, "grad_scale", None) if optimizer in self._folded else None
+        hold = self._hold_of(optimizer)
         self._unfold(optimizer)
         if divisor is not None:
             self._scale(optimizer, 1.0 / divisor.double())
+        if hold is not None:
+            self.gradient_norm(optimizer)
+            self._fold(optimizer, None, hold)
+
+    def _hold_of(self, optimizer: Optimizer) -> Tensor | None:
+        """Return the flag that holds the next step, if it was set for gradients that are there still."""
+        fold = self._folded.get(optimizer)
+        if fold is None or not fold.holds or not fold.moment.shares_one_with(_gradients(optimizer)):
+            return None
+        return cast(Tensor, cast(Any, optimizer).found_inf)
 
     def forget(self, optimizer: Optimizer) -> None:
         """Have the norm computed anew the next time, since gradients were written to behind torch's back."""

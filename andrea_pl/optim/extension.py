@@ -72,16 +72,13 @@ def build_extension(target: str) -> Path:
     target = canonical_target(target)
     if platform.system() == "Windows":
         raise ExtensionError("the clip extension is not built on Windows; use WSL, or clipper: torch")
-    folder = _cache() / f"andrea_clip_{_fingerprint(target)}"
-    library = folder / f"andrea_clip_{target}.so"
-    if library.exists():  # whatever compilers there are
-        return library
-    compiler = _nvcc() if target != "cpu" else _cxx()
-    if shutil.which(compiler[0]) is None:
-        missing = f"{compiler[0]} is not found; " if compiler[0] not in (*COMPILERS, "nvcc") else ""
-        raise ExtensionError(missing + _what_to_install(target))
-    command = [*compiler, *_options(target)]
+    folder = _cache()
     try:
+        folder /= f"andrea_clip_{_fingerprint(target)}"
+        library = folder / f"andrea_clip_{target}.so"
+        if library.exists():  # whatever compilers there are
+            return library
+        command = [*_compiler(target), *_options(target)]
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{target}.lock"):
             if not library.exists():
@@ -196,6 +193,14 @@ def _options(target: str) -> list[str]:
     ]
 
 
+def _compiler(target: str) -> list[str]:
+    compiler = _cxx() if target == "cpu" else _nvcc()
+    if shutil.which(compiler[0]) is None:
+        missing = f"{compiler[0]} is not found; " if compiler[0] not in (*COMPILERS, "nvcc") else ""
+        raise ExtensionError(missing + _what_to_install(target))
+    return compiler
+
+
 def _cxx() -> list[str]:
     named = shlex.split(os.environ.get("CXX", ""))
     return named or [next((each for each in COMPILERS if shutil.which(each)), COMPILERS[0])]
@@ -225,8 +230,15 @@ def _what_to_install(target: str) -> str:
 def _cache() -> Path:
     """Return the folder in which torch keeps extensions."""
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named) if named else Path(caches) / "torch_extensions"
+    if named:
+        return Path(named)
+    caches = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(caches or Path.home() / ".cache") / "torch_extensions"
+    except RuntimeError as error:
+        raise ExtensionError(
+            f"{error}; the environment variable TORCH_EXTENSIONS_DIR names a folder"
+        ) from error
 
 
 def _fingerprint(target: str) -> str:

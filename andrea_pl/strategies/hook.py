@@ -46,7 +46,10 @@ class ClipHook(Strategy):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self.clipper.agree_on_extension(self.root_device)
+        if trainer.world_size > 1:
+            self.clipper.agree_on_extension(self.root_device)
+        else:
+            self.clipper.has_extension(self.root_device)
         plugin = cast(Any, self.precision_plugin)
         plugin.clip_gradients = _LightningClip(self, plugin)
         scaler = getattr(plugin, "scaler", None)
@@ -79,8 +82,10 @@ class _LightningClip:
         clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
+        if clip_val <= 0:
+            return
         raw = _raw(optimizer)
-        if clip_val <= 0 or gradient_clip_algorithm != GradClipAlgorithmType.NORM:
+        if gradient_clip_algorithm != GradClipAlgorithmType.NORM:
             self.hook.clipper.scale_now(raw)
             self.original(self.plugin, optimizer, clip_val, gradient_clip_algorithm)
             return

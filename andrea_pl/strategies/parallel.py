@@ -112,7 +112,7 @@ class ClipModelParallelStrategy(_SynchronizesLast, ModelParallelStrategy):
         """
         path = Path(self.broadcast(checkpoint_path))
         if path.is_file() and self.optimizers:
-            kept = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            kept = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only is not False)
             for state, optimizer in zip(kept.get("optimizer_states", []), self.optimizers, strict=False):
                 if [group["params"] for group in state["param_groups"]] != self._places(optimizer):
                     raise UserError(

@@ -51,6 +51,11 @@ class FiniteGuard(ReportCallback):
         self.record(trainer, report["update"], {"train/nonfinite": self.flagged})
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget a loss whose update broke off."""
+        self._bad_loss = None
+
+    @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Look at a loss, without waiting for it."""
         if not isinstance(pl_module, ReportsUpdates):

@@ -11,7 +11,14 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from andrea_callbacks import FiniteGuard, PreClipNorm
-from andrea_pl import ClipSingleDeviceStrategy, LanguageModule, TransformerConfig, UserError, Window
+from andrea_pl import (
+    ClipSingleDeviceStrategy,
+    LanguageModule,
+    NonFiniteError,
+    TransformerConfig,
+    UserError,
+    Window,
+)
 from andrea_pl.optim import clipping
 from toy import ListLoader, Recorder, RowLogger, ToyU, build_trainer, fit, window
 
@@ -231,6 +238,15 @@ class TestAfterABadUpdate:
         assert torch.equal(spoiled.b, clean.b)
 
     @pytest.mark.parametrize("fused", [False, True])
+    def test_a_fit_after_one_that_raised(self, fused: bool) -> None:
+        """With the same module, a new trainer and a new scaler."""
+        module = ToyU(adamw(fused), max_norm=0.1)
+        with pytest.raises(NonFiniteError):
+            fit_all(module, [window(A, B), Window([(torch.tensor(B), NAN)])], "torch", "16-mixed")
+        fit_all(module, [window(A, B), window(A)], "torch", "16-mixed")
+        assert module.updates_applied == 3
+
+    @pytest.mark.parametrize("fused", [False, True])
     @pytest.mark.parametrize("momentum", [0.0, 0.9])
     def test_overflow_of_the_first_update(self, fused: bool, momentum: float) -> None:
         """Normal at the start of a run; fused SGD would take memory as it was for its momentum."""
@@ -259,6 +275,9 @@ def poison() -> None:
 def fit_all(module: Any, windows: list[Any], kind: str | None, precision: str = "32") -> None:
     trainer = build_trainer(strategy=strategy_of(kind), plugins=precision_plugin(precision))
     trainer.fit(module, ListLoader(windows))
+
+
+BY_VALUE = {"gradient_clip_val": 0.3, "gradient_clip_algorithm": "value"}
 
 
 class Foreign(BoringModel):
@@ -340,6 +359,21 @@ class TestAutomaticOptimization:
             callbacks=callbacks,
         ).fit(Foreign())
         assert len(calls) == 6
+
+    def test_a_hold_is_lifted_by_nobody(self) -> None:
+        """Lightning asks for a clip by 0 after every hook, where there is no bound."""
+
+        class Holds(Foreign):
+            def on_before_optimizer_step(self, optimizer: Any) -> None:
+                self.trainer.strategy.clip_gradients(optimizer, 0.1, torch.ones(()))
+
+        for options in ({}, {"gradient_clip_val": 0.3}, BY_VALUE):
+            module = Holds(fused=True)
+            before = [each.detach().clone() for each in module.parameters()]
+            build_trainer(
+                strategy=strategy_of("torch"), limit_train_batches=2, limit_val_batches=0, **options
+            ).fit(module)
+            assert all(map(torch.equal, before, module.parameters()))
 
     def test_by_value_stays_lightning_s(self) -> None:
         module = Measuring()

@@ -377,6 +377,16 @@ def test_a_clipper_that_cannot_be_had(tiny: Path) -> None:
     assert going.stderr.count("clipping with torch: the clip extension needs a C++20 compiler") == 1
 
 
+def test_option_of_a_strategy_named_in_yaml(tiny: Path) -> None:
+    tiny.write_text(
+        tiny.read_text().replace("  max_steps: 6", "  max_steps: 1\n  strategy: clip_single_device")
+    )
+    result = andrea("fit", "--config", str(tiny), "--trainer.strategy.clipper=torch")
+    assert result.returncode == 0, result.stderr
+    kept = yaml.safe_load((log_folder(result) / "config.yaml").read_text())["trainer"]["strategy"]
+    assert kept["init_args"]["clipper"] == "torch"
+
+
 def test_a_strategy_that_is_none_by_itself(tiny: Path) -> None:
     result = andrea("fit", "--config", str(tiny), "--trainer.strategy", "andrea_pl.strategies.ClipHook")
     assert result.returncode == 1
