@@ -173,7 +173,7 @@ class TokenWeightedModule(pl.LightningModule):
                 attempt.coefficient = hook.clip_gradients(optimizer, self._bound())
         if attempt.outcome != "applied":
             optimizer.zero_grad(set_to_none=True)
-        self._count_skips_or_raise(attempt, optimizer)
+        self._count_skips_or_raise(attempt)
 
     def settle_update(self) -> None:
         """Learn from the device what became of the last update, where that is not known yet.
@@ -198,7 +198,7 @@ class TokenWeightedModule(pl.LightningModule):
             attempt.coefficient = None
             if attempt.schedule is not None:
                 attempt.schedule.take_back()
-        self._count_skips_or_raise(attempt, None)
+        self._count_skips_or_raise(attempt)
         self._publish(attempt)
 
     @override
@@ -412,13 +412,8 @@ class TokenWeightedModule(pl.LightningModule):
             parts.append(f"the gradient of {parameter}")
         return " and ".join(parts) or "the norm of the gradients"
 
-    def _count_skips_or_raise(self, attempt: Attempt, optimizer: Optimizer | None) -> None:
-        """Count updates skipped in a row, and stop where that is the policy.
-
-        Args:
-            attempt: The update, whose outcome is known.
-            optimizer: Has its gradients set to None before an error, if it has not stepped yet.
-        """
+    def _count_skips_or_raise(self, attempt: Attempt) -> None:
+        """Count updates skipped in a row, and stop where that is the policy."""
         if attempt.outcome == "applied":
             self._consecutive_skips = 0
         if attempt.outcome in ("applied", "empty"):
@@ -427,8 +422,6 @@ class TokenWeightedModule(pl.LightningModule):
         fault = self._reason_to_stop(attempt)
         if fault is not None:
             attempt.outcome = "nonfinite_raise"
-            if optimizer is not None:
-                optimizer.zero_grad(set_to_none=True)
             self._publish(attempt)
             raise NonFiniteError(
                 f"update {attempt.number}: {attempt.nonfinite} is not finite; {fault}. Weights, moments and "

@@ -215,14 +215,12 @@ def _nvcc() -> list[str]:
 def _what_to_install(target: str) -> str:
     if target == "cpu":
         return (
-            "the clip extension needs a C++20 compiler: install g++ 11 or clang++ 14 or later, or name one "
-            "in the "
-            "environment variable CXX; clipper: torch works without"
+            "the clip extension needs a C++20 compiler: install g++ 12 or later, or name one in the variable "
+            "CXX; clipper: torch works without"
         )
     return (
         f"the clip extension for {target} needs nvcc: install the CUDA toolkit of version "
-        f"{torch.version.cuda or '12 or 13'} and have nvcc on PATH, or name its folder in the environment "
-        f"variable "
+        f"{torch.version.cuda or '12 or 13'} and have nvcc on PATH, or name its folder in the variable "
         "CUDA_HOME; clipper: torch works without"
     )
 
