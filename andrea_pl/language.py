@@ -90,6 +90,34 @@ class LanguageModule(TokenWeightedModule):
         self._total_updates: int | None = None
         self._bytes_per_token: Tensor | None = None
 
+    @property
+    def flops_per_token(self) -> float:
+        """Floating-point operations of forward and backward pass for one token, 6N + 12LDS/2.
+
+        N are the weights that multiply (all but the embedding's), and attention is causal over sequences of
+        `block_size`; shorter ones cost less (Chowdhery et al., 2022, appendix B, halved for the causal mask).
+        """
+        config = self.network.config
+        weights = sum(each.numel() for each in self.network.parameters() if each.ndim > 1)
+        if not config.tie_output:
+            weights -= config.vocab_size * config.d_model
+        return 6.0 * weights + 6.0 * config.n_layers * config.d_model * config.block_size
+
+    @property
+    def hyperparameters(self) -> dict[str, int | float | str | bool]:
+        """Shape and options, for TensorBoard."""
+        options = {f"network.{key}": value for key, value in self.network.config.to_dict().items()}
+        options |= {
+            "weight_decay": self._weight_decay,
+            "warmup_updates": self._warmup_updates,
+            "lr_floor": self._lr_floor,
+            "label_smoothing": self._label_smoothing,
+            "max_norm": str(self.max_norm) if self.max_norm is None else self.max_norm,
+            "on_nonfinite": self.on_nonfinite,
+            "parameters": self.network.count_parameters(),
+        }
+        return {key: value for key, value in options.items() if value is not None}
+
     @override
     def forward(self, input_ids: Tensor, valid_mask: Tensor | None = None) -> Tensor:
         """Return logits (B, S, V); see `RoPELanguageModel.forward`."""

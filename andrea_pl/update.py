@@ -15,6 +15,7 @@ changes nothing, and the host reads so during the next update. Until then the sc
 """
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
@@ -31,11 +32,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from andrea_callbacks.clip_norm import PreClipNorm
-from andrea_callbacks.finite import FiniteGuard
-from andrea_callbacks.gradients import optimizer_parameters
+from andrea_callbacks.finite import FiniteGuard, NonFiniteError
+from andrea_callbacks.gradients import GradientNorm, optimizer_parameters
+from andrea_callbacks.host import HostCopy, side_by_side, widest
 from andrea_callbacks.protocols import ClipsGradients
+from andrea_callbacks.schedules import ScheduleMove
 from andrea_callbacks.updates import EpochSummary, UpdateLog, publish_report
-from andrea_pl.attempt import Attempt, HostCopy, ScheduleMove
+from andrea_pl.attempt import Attempt
 from andrea_pl.data.windows import Window, WindowLoader
 from andrea_pl.errors import UserError
 from andrea_pl.optim.clipping import Clipper, can_hold
@@ -43,10 +46,6 @@ from andrea_pl.strategies.synchronization import only_last_synchronizes
 
 FALLING_SCALE_UPDATES = 5
 """Consecutive overflows after which a falling loss scale is worth a warning."""
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient was NaN or Inf; weights, moments and schedule are as before the update."""
 
 
 class TokenWeightedModule(pl.LightningModule):
@@ -156,8 +155,8 @@ class TokenWeightedModule(pl.LightningModule):
         attempt = self._attempt
         if attempt is None:
             return
-        strategy = self.trainer.strategy
-        hook = strategy if isinstance(strategy, ClipsGradients) else self._clipper
+        hook = self._clip_hook()
+        began = time.perf_counter()
         with torch.autocast(self.device.type, enabled=False):
             loss = attempt.loss = attempt.loss_sum / _divisor(attempt.tokens)
             norm = attempt.norm = hook.gradient_norm(optimizer)
@@ -165,15 +164,38 @@ class TokenWeightedModule(pl.LightningModule):
             if self._defers_verdict(attempt, optimizer):
                 attempt.coefficient = hook.clip_gradients(optimizer, self._bound(), is_bad)
                 attempt.verdict = HostCopy(
-                    _row(loss, norm.total, attempt.tokens, is_bad, attempt.coefficient)
+                    side_by_side(loss, norm.total, attempt.tokens, is_bad, attempt.coefficient)
                 )
+                attempt.clip_seconds += time.perf_counter() - began
                 return
-            self._decide(attempt, *HostCopy(_row(loss, attempt.tokens, is_bad)).read())
+            self._decide(attempt, *HostCopy(side_by_side(loss, attempt.tokens, is_bad)).read())
             if attempt.outcome == "applied":
                 attempt.coefficient = hook.clip_gradients(optimizer, self._bound())
+        attempt.clip_seconds += time.perf_counter() - began
         if attempt.outcome != "applied":
             optimizer.zero_grad(set_to_none=True)
         self._count_skips_or_raise(attempt)
+
+    def gradient_norm(self, optimizer: Optimizer) -> GradientNorm:
+        """Return norms and non-finite counts of the gradients; measured once an update, for all who ask."""
+        began = time.perf_counter()
+        norm = self._clip_hook().gradient_norm(optimizer)
+        if self._attempt is not None:
+            self._attempt.clip_seconds += time.perf_counter() - began
+        return norm
+
+    def refuse_update(self, fault: str) -> None:
+        """Let the update that is about to step change nothing, for callbacks that found a reason.
+
+        Called from a callback's `on_before_optimizer_step`. The update counts as not finite: it raises or is
+        skipped, as `on_nonfinite` says.
+
+        Args:
+            fault: What is not finite, such as "exp_avg of layer.weight".
+        """
+        if self._attempt is None:
+            raise RuntimeError("refuse_update: no update is about to step")
+        self._attempt.refusal = fault
 
     def settle_update(self) -> None:
         """Learn from the device what became of the last update, where that is not known yet.
@@ -343,7 +365,7 @@ class TokenWeightedModule(pl.LightningModule):
                     )
                 del loss
         self._is_accumulating = False
-        total = torch.stack(losses).to(_widest(self.device)).sum()
+        total = torch.stack(losses).to(widest(self.device)).sum()
         if self.trainer.world_size > 1:
             total = self._sum_over_ranks(total)
         return total, losses
@@ -362,13 +384,18 @@ class TokenWeightedModule(pl.LightningModule):
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             scaler.unscale_(optimizer)
 
+    def _clip_hook(self) -> Clipper | ClipsGradients:
+        strategy = self.trainer.strategy
+        return strategy if isinstance(strategy, ClipsGradients) else self._clipper
+
     def _bound(self) -> float:
         return math.inf if self.max_norm is None else self.max_norm
 
     def _defers_verdict(self, attempt: Attempt, optimizer: Optimizer) -> bool:
         """Say whether the device can judge the update and hold its step, so that the host need not wait."""
         is_empty = isinstance(attempt.tokens, int) and not attempt.tokens
-        return _judges_by_itself(self.device) and not self._scaler() and can_hold(optimizer) and not is_empty
+        is_known = is_empty or attempt.refusal is not None
+        return _judges_by_itself(self.device) and not self._scaler() and can_hold(optimizer) and not is_known
 
     def _is_bad(self, loss: Tensor, norm: Tensor, tokens: int | Tensor) -> Tensor:
         """Return 1 where an update must change nothing, else 0, without asking the device.
@@ -387,6 +414,9 @@ class TokenWeightedModule(pl.LightningModule):
         if attempt.tokens == 0:
             attempt.outcome = "empty"
             attempt.loss = attempt.norm = None
+        elif attempt.refusal is not None:
+            attempt.nonfinite = attempt.refusal
+            attempt.outcome = "nonfinite_skip" if self.on_nonfinite == "skip" else "nonfinite_raise"
         elif is_bad:
             attempt.nonfinite = self._name_nonfinite(attempt, math.isfinite(loss))
             if self._scaler() is not None and math.isfinite(loss):
@@ -452,8 +482,9 @@ class TokenWeightedModule(pl.LightningModule):
             return
         if attempt.is_pending:
             attempt.schedule = ScheduleMove(scheduler)
-        else:
-            scheduler.step()
+        scheduler.step()
+        if attempt.schedule is not None:
+            attempt.schedule.end()
 
     def _log_to_bar(self, attempt: Attempt) -> None:
         """Feed Lightning's bar and monitors."""
@@ -485,6 +516,7 @@ class TokenWeightedModule(pl.LightningModule):
             "clip_coefficient": attempt.coefficient,
             "lr": attempt.lr,
             "outcome": attempt.outcome,
+            "clip_seconds": attempt.clip_seconds,
             "skipped": self.updates_skipped,
             "loss_scale": None if scaler is None else scaler.get_scale(),
             "nonfinite": attempt.nonfinite,
@@ -524,20 +556,6 @@ def _judges_by_itself(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _row(*figures: Tensor | int) -> Tensor:
-    """Return numbers side by side on the first one's device, in the widest type that it has."""
-    device = cast(Tensor, figures[0]).device
-    wide = _widest(device)
-    return torch.stack(
-        [
-            each.to(device, wide)
-            if isinstance(each, Tensor)
-            else torch.full((), each, dtype=wide, device=device)
-            for each in figures
-        ]
-    )
-
-
 def _current_lr(optimizer: Optimizer) -> float:
     return float(optimizer.param_groups[0]["lr"])
 
@@ -551,9 +569,5 @@ def _whole(tokens: int | Tensor) -> int | Tensor:
 def _divisor(tokens: int | Tensor) -> float | Tensor:
     """Return a number of tokens to divide by, exact where an integer tensor would give float32."""
     if isinstance(tokens, Tensor):
-        return tokens.clamp(min=1).to(_widest(tokens.device))
+        return tokens.clamp(min=1).to(widest(tokens.device))
     return float(max(tokens, 1))
-
-
-def _widest(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64

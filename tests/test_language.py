@@ -259,7 +259,8 @@ class TestEvaluation:
         trainer = build_trainer(logger=logger, val_check_interval=2, max_epochs=1, num_sanity_val_steps=2)
         trainer.fit(module, datamodule=data)
         assert [step for step, _ in logger.series("val/loss")] == [2, 4]
-        order = [next(iter(row)).split("/")[0] for _, row in logger.rows]
+        heads = [{name.split("/")[0] for name in row} for _, row in logger.rows]
+        order = [next(each for each in ("train", "val", "epoch") if each in head) for head in heads]
         assert order == ["train", "train", "val", "train", "train", "val", "epoch"]
         network = module.network.eval()
         losses = [

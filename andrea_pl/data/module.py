@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset
 from typing_extensions import override
 
+from andrea_callbacks.coherence import known_units
 from andrea_pl.data.dataset import DynamicPaddingCollator, TokenizedDataset
 from andrea_pl.data.documents import TextSource
 from andrea_pl.data.loader import MicroBatchLoader, TextWindowLoader, WindowReader
@@ -22,6 +23,9 @@ from andrea_pl.errors import UserError
 Split = Literal["train", "val", "test"]
 
 PAD_TOKEN_ID = 0
+
+WORD_TOKENS = 5_000_000
+"""About how many tokens of the training text are read to learn its words."""
 
 
 class TextDataModule(pl.LightningDataModule):
@@ -130,6 +134,24 @@ class TextDataModule(pl.LightningDataModule):
                 )
                 return f"{source} {place}"
         raise UserError(f"there is no document {document_id}")
+
+    def known_words(self) -> set[str]:
+        """Return the words of the training text, as `andrea_callbacks.coherence` counts them. Needs `setup`.
+
+        Of a large text every n-th document is read, so that some millions of tokens are. Empty where no
+        tokenizer is known.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return set()
+        parts = [part.sequences for part in self._parts["train"]]
+        tokens = sum(len(document) for part in parts for document in part)
+        every = -(-tokens // WORD_TOKENS)
+        return known_units(
+            tokenizer.decode([int(token) for token in part[at]])
+            for part in parts
+            for at in range(0, len(part), max(every, 1))
+        )
 
     def use_tokenizer(self, tokenizer: TextTokenizer) -> None:
         """Prepare the text with the tokenizer of a checkpoint, unless `data.tokenizer` names one."""

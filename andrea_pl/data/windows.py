@@ -24,6 +24,11 @@ class Window(list[Any]):
     Only an instance of this class is a window; any other batch is a window of one.
     """
 
+    @property
+    def micro_batches(self) -> list[Any]:
+        """The micro-batches, as callbacks ask for them."""
+        return list(self)
+
 
 class EpochCursor:
     """Where a resumable loader stands: the epoch, and the windows of it that were delivered.

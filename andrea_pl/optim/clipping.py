@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from andrea_callbacks.gradients import (
+    GradientMoment,
     GradientNorm,
     gradient_norm,
     local_gradient,
@@ -37,34 +38,10 @@ _told: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Moment:
-    """Gradients as they were: which tensors, and how often each had been written."""
-
-    tensors: tuple["ref[Tensor]", ...]
-    versions: tuple[int, ...]
-
-    @classmethod
-    def of(cls, gradients: list[Tensor]) -> "_Moment":
-        return cls(tensors=tuple(map(ref, gradients)), versions=tuple(map(_version, gradients)))
-
-    def shares_one_with(self, gradients: list[Tensor]) -> bool:
-        """Say whether any of the tensors still is a gradient, written to or not."""
-        present = set(map(id, gradients))
-        return any(id(kept()) in present for kept in self.tensors)
-
-    def is_that_of(self, gradients: list[Tensor]) -> bool:
-        return (
-            len(gradients) == len(self.tensors)
-            and all(kept() is each for kept, each in zip(self.tensors, gradients, strict=True))
-            and self.versions == tuple(map(_version, gradients))
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Fold:
     """What was put into an optimizer's next step: for which gradients, and whether `found_inf` is ours."""
 
-    moment: _Moment
+    moment: GradientMoment
     holds: bool
 
 
@@ -90,7 +67,9 @@ class Clipper:
         self.kind: ClipperKind = kind
         self._extended: dict[torch.device, bool] = {}
         self._reasons: dict[torch.device, str] = {}
-        self._measured: WeakKeyDictionary[Optimizer, tuple[_Moment, GradientNorm]] = WeakKeyDictionary()
+        self._measured: WeakKeyDictionary[Optimizer, tuple[GradientMoment, GradientNorm]] = (
+            WeakKeyDictionary()
+        )
         self._folded: WeakKeyDictionary[Optimizer, _Fold] = WeakKeyDictionary()
         self._watched: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
@@ -157,7 +136,7 @@ class Clipper:
         moment, norm = self._measured.get(optimizer, (None, None))
         if moment is None or norm is None or not moment.is_that_of(gradients):
             norm = gradient_norm(parameters, self._squared_norms)
-            self._measured[optimizer] = (_Moment.of(gradients), norm)
+            self._measured[optimizer] = (GradientMoment.of(gradients), norm)
         return norm
 
     def clip_gradients(self, optimizer: Optimizer, max_norm: float, hold: Tensor | None = None) -> Tensor:
@@ -348,11 +327,6 @@ def can_fold(optimizer: Optimizer) -> bool:
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
     return [each.grad for each in optimizer_parameters(optimizer) if each.grad is not None]
-
-
-def _version(gradient: Tensor) -> int:
-    """Return how often a gradient was written; a DTensor's own count stands still, that of its part moves."""
-    return local_gradient(gradient)._version
 
 
 def _is_dense(tensor: Tensor) -> bool:

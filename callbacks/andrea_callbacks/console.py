@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from andrea_callbacks.gradients import is_sharded
 from andrea_callbacks.protocols import GeneratesText
+from andrea_callbacks.scalars import add_text
 
 
 class UpdateProgressBar(TQDMProgressBar):
@@ -119,11 +120,8 @@ class RunReport(Callback):
             return
         for prompt, text in zip(self.prompts, texts, strict=True):
             rank_zero_info(f"sample: {prompt}{text}")
-        for logger in trainer.loggers if trainer.is_global_zero else []:
-            add_text = getattr(cast(Any, logger).experiment, "add_text", None)
-            if callable(add_text):
-                samples = "\n\n".join(prompt + text for prompt, text in zip(self.prompts, texts, strict=True))
-                add_text("sample", samples, trainer.global_step)
+        samples = "\n\n".join(prompt + text for prompt, text in zip(self.prompts, texts, strict=True))
+        add_text(trainer, "sample", samples, trainer.global_step)
 
 
 def _newest_checkpoint(trainer: pl.Trainer) -> Path | None:

@@ -1,7 +1,7 @@
-"""NaN and Inf, flagged at the update in which they appear, with the name of the tensor."""
+"""NaN and Inf: flagged at the update in which they appear, traced to their origin, kept from the weights."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -10,99 +10,313 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from andrea_callbacks.clip_norm import measured_norm
-from andrea_callbacks.protocols import ReportsUpdates
-from andrea_callbacks.updates import ReportCallback
+from andrea_callbacks.bundle import Bundle, write_bundle
+from andrea_callbacks.events import RunEvent, publish_event
+from andrea_callbacks.gradients import local_gradient, optimizer_parameters, squared_norms
+from andrea_callbacks.host import HostCopy, agree
+from andrea_callbacks.identity import DecodeFunction, decoder, gathered, identify, spell, text_of
+from andrea_callbacks.measuring import measured_norm, scaler_of
+from andrea_callbacks.origin import Origin, find_origin
+from andrea_callbacks.protocols import RefusesUpdates, ReportsUpdates
+from andrea_callbacks.replay import ReplayFunction, ReplayUnavailable, loss_function
+from andrea_callbacks.schedules import ScheduleMove
+from andrea_callbacks.window import UpdateWindow, WindowCallback
+
+Policy = Literal["raise", "skip", "flag"]
 
 
-class FiniteGuard(ReportCallback):
-    """Flags NaN and Inf in the loss and in the gradients, before they reach the weights.
+class NonFiniteWarning(UserWarning):
+    """A NaN or Inf was seen in a loss, a gradient, a weight or the optimizer's state."""
 
-    With a module that reports its updates the verdict is the module's, which also decides what to do. In any
-    other module every loss and the gradients before each optimizer step are looked at, which reads two flags
-    an update on the host. A GradScaler's own overflow (finite loss, Inf gradient) is normal operation and not
-    flagged.
+
+class NonFiniteError(RuntimeError):
+    """A NaN or Inf was seen; weights, optimizer state and schedule are as they were before the update."""
+
+
+class FiniteGuard(WindowCallback):
+    """Flags NaN and Inf in the loss, the gradients, the weights and the optimizer's state before each step.
+
+    With a module that reports its updates the verdict on loss and gradients is the module's, which also
+    decides what to do; what is found in weights and state it is told, and treats alike. In any other module
+    this callback judges and acts, which reads one row of numbers an update on the host. All ranks decide
+    alike. A GradScaler's own overflow (finite loss, Inf gradient) is normal operation and not flagged.
+
+    On the first hits the origin is searched for: the update's micro-batches are run again, through the
+    module's `sequence_losses`, its `loss_sum`, or `replay`, never through `training_step`. Found are the
+    micro-batch, the sequences, and the first module whose output was bad, or, where the outputs were sound,
+    the first parameter of the backward pass whose gradient was. -Inf in outputs is what masks are made of: it
+    counts only where nothing else is bad. The report is a folder `reports/update-000412-nonfinite` in the
+    trainer's log folder: `report.json`, `tensors.safetensors` with what was bad, `sequences.txt` where text
+    can be decoded. With no way to run micro-batches again, and with sharded parameters, the report says which
+    micro-batch's loss and which parameter's gradient were bad, and that more is not available.
+
+    Under `skip` gradients are set to None, so that the optimizer's step does nothing, and a scheduler that
+    Lightning steps all the same is put back in `on_train_batch_end`; one that moves once an epoch, or waits
+    for a metric, is left alone. `trainer.global_step` does advance: it counts attempts. With a GradScaler the
+    scale falls as after an overflow. Weights or state that have a NaN do not mend: every update is skipped
+    from then on, until `max_consecutive`.
 
     Args:
-        action: In modules that do not decide themselves: `flag` warns and goes on; `raise` stops before the
-            step, with weights and optimizer state as they were.
+        policy: In modules that do not decide themselves: `raise` stops before the step, with weights and
+            optimizer state as they were; `skip` passes over the update; `flag` warns and goes on, and lets
+            the NaN into the weights.
+        max_consecutive: Under `skip` and `flag`, more bad updates in a row than this raise; None for no
+            limit.
+        state_every: Updates between two looks at weights and optimizer state, which read a number on the
+            host; None for none.
+        max_reports: Most reports in a run.
+        replay: Takes module and micro-batch and returns losses, (B,) or 0-d, with their graph.
+        decode: Turns ids into text; the tokenizer of module or datamodule when left out.
+        folder: Where reports go, in place of the log folder.
+        name: Tells instances in the same trainer apart.
 
     Raises:
-        ValueError: If `action` is neither.
+        ValueError: If an option is out of range; the message names it.
 
     Metrics recorded:
         train/nonfinite: Updates so far with a NaN or Inf.
     """
 
-    def __init__(self, action: Literal["flag", "raise"] = "flag") -> None:
-        super().__init__()
-        if action not in ("flag", "raise"):
-            raise ValueError(f"FiniteGuard: action must be 'flag' or 'raise', got {action!r}")
-        self.action = action
+    def __init__(
+        self,
+        policy: Policy = "raise",
+        max_consecutive: int | None = 10,
+        state_every: int | None = 100,
+        max_reports: int = 1,
+        replay: ReplayFunction | None = None,
+        decode: DecodeFunction | None = None,
+        folder: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        if policy not in get_args(Policy):
+            raise ValueError(f"FiniteGuard: policy must be 'raise', 'skip' or 'flag', got {policy!r}")
+        if max_consecutive is not None and max_consecutive < 0:
+            raise ValueError(f"FiniteGuard: max_consecutive must be at least 0, got {max_consecutive}")
+        if state_every is not None and state_every < 1:
+            raise ValueError(f"FiniteGuard: state_every must be at least 1 update, got {state_every}")
+        if max_reports < 0:
+            raise ValueError(f"FiniteGuard: max_reports must be at least 0, got {max_reports}")
+        self.policy: Policy = policy
+        self.max_consecutive = max_consecutive
+        self.state_every = state_every
+        self.max_reports = max_reports
+        self.replay = replay
+        self.decode = decode
+        self.folder = folder
         self.flagged: int = 0
         """Updates so far with a NaN or Inf."""
-        self._bad_loss: Tensor | None = None
-
-    @override
-    def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
-        """Flag what the module found."""
-        if report.get("nonfinite") is not None and report["outcome"] != "scaler_skip":
-            self._flag(report["update"], report["nonfinite"])
-        self.record(trainer, report["update"], {"train/nonfinite": self.flagged})
+        self._consecutive = 0
+        self._reports = 0
+        self._bad_state: str | None = None
+        self._moves: list[ScheduleMove] = []
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget a loss whose update broke off."""
-        self._bad_loss = None
+        """Forget an update that broke off."""
+        super().on_train_start(trainer, pl_module)
+        self._bad_state = None
+        self._moves.clear()
 
     @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """Look at a loss, without waiting for it."""
-        if not isinstance(pl_module, ReportsUpdates):
-            bad = ~torch.isfinite(loss.detach()).all()
-            self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
+    def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
+        """Flag what the module found, and search for its origin; nothing of the update was done."""
+        if report.get("nonfinite") is not None and report["outcome"] != "scaler_skip":
+            window = self.window_of(report["update"])
+            fault = report["nonfinite"]
+            found = self._investigate(
+                trainer, report["update"], fault, None if fault == self._bad_state else window
+            )
+            self._flag(trainer, report["update"], fault, found)
+        self.record(trainer, report["update"], {"train/nonfinite": self.flagged})
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Look at the gradients, and at what was seen of the losses."""
-        if isinstance(pl_module, ReportsUpdates):
-            return
+        """Look at weights and state where it is time, and at loss and gradients where the module does not."""
         update = trainer.global_step + 1
-        bad_loss = self._bad_loss is not None and bool(self._bad_loss)
-        self._bad_loss = None
-        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-        norm = measured_norm(trainer, optimizer)
-        bad_gradient = not bool(torch.isfinite(norm.total))
-        if bad_loss or (bad_gradient and not scaled):
-            parts = ["the loss"] if bad_loss else []
-            name = norm.first_nonfinite(pl_module) if bad_gradient else None
-            parts += [f"the gradient of {name}"] if name else []
-            what = " and ".join(parts) or "the norm of the gradients"
-            self._flag(update, what)
-            self.record(trainer, update, {"train/nonfinite": self.flagged})
-            if self.action == "raise":
-                raise RuntimeError(
-                    f"update {update}: {what} is not finite; weights and optimizer state are as before it"
-                )
+        bad_state = self._look_at_state(pl_module, optimizer, update)
+        if isinstance(pl_module, ReportsUpdates):
+            if bad_state is not None and isinstance(pl_module, RefusesUpdates):
+                pl_module.refuse_update(bad_state)
+            return
+        losses, self.window.losses = self.window.losses, []
+        fault = bad_state or self._judge(trainer, pl_module, optimizer, losses)
+        if fault is None:
+            self._consecutive = 0
         else:
-            self.record(trainer, update, {"train/nonfinite": self.flagged})
+            self._consecutive += 1
+            window = None if bad_state else self.window_of(update)
+            found = self._investigate(trainer, update, fault, window)
+            self._flag(trainer, update, fault, found)
+            self._act(trainer, optimizer, update, fault, found)
+        self.record(trainer, update, {"train/nonfinite": self.flagged})
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Put back the schedule after an update that was passed over."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        for move in self._moves:
+            move.end().take_back()
+        self._moves.clear()
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the count."""
-        return {"flagged": self.flagged}
+        """Return the counts."""
+        return {"flagged": self.flagged, "consecutive": self._consecutive, "reports": self._reports}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue counting."""
+        """Continue the counts."""
         self.flagged = state_dict["flagged"]
+        self._consecutive = state_dict.get("consecutive", 0)
+        self._reports = state_dict.get("reports", 0)
 
-    def _flag(self, update: int, what: str) -> None:
+    def _judge(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, losses: list[Tensor]
+    ) -> str | None:
+        """Return what is not finite in losses and gradients, None where all is well; alike on all ranks."""
+        norm = measured_norm(trainer, optimizer)
+        wide = norm.total.dtype
+        flags = [(~torch.isfinite(norm.total)).to(wide)]
+        flags += [(~torch.isfinite(loss).all()).to(flags[0].device, wide) for loss in losses]
+        own = torch.stack(flags)
+        shared = agree(torch.stack([own[0], own[1:].sum()]))
+        bad_gradient, bad_losses, *own_losses = HostCopy(torch.cat([shared, own[1:]])).read()
+        parts: list[str] = []
+        if bad_losses:
+            bad = next((place for place, flag in enumerate(own_losses, start=1) if flag), None)
+            if bad is None:
+                parts.append("the loss of another rank's micro-batch")
+            elif len(own_losses) > 1:
+                parts.append(f"the loss of micro-batch {bad} of {len(own_losses)}")
+            else:
+                parts.append("the loss")
+        elif not bad_gradient or scaler_of(trainer) is not None:
+            return None  # an overflow is the GradScaler's own affair
+        name = norm.first_nonfinite(pl_module) if bad_gradient else None
+        parts += [f"the gradient of {name}"] if name else []
+        return " and ".join(parts) or "the norm of the gradients"
+
+    def _look_at_state(self, pl_module: pl.LightningModule, optimizer: Optimizer, update: int) -> str | None:
+        """Return the first tensor of weights and optimizer state with a NaN or Inf, when it is time to look.
+
+        Once something bad was found every update looks, until it is mended.
+        """
+        if self.state_every is None or (update % self.state_every and self._bad_state is None):
+            return None
+        named = list(_state_tensors(pl_module, optimizer))
+        self._bad_state = None
+        if named:
+            counts = _bad_counts([tensor for _, tensor in named])
+            values = HostCopy(agree(counts)).read()
+            self._bad_state = next(
+                (name for (name, _), count in zip(named, values, strict=True) if count), None
+            )
+        return self._bad_state
+
+    def _investigate(
+        self, trainer: pl.Trainer, update: int, fault: str, window: UpdateWindow | None
+    ) -> str | None:
+        """Search for the origin of a fault and write a report; return in words what was found."""
+        if self._reports >= self.max_reports:
+            return None
+        self._reports += 1
+        module = trainer.lightning_module
+        report: dict[str, Any] = {"kind": "nonfinite", "update": update, "fault": fault}
+        bundle, lines = Bundle(figures=report), list[str]()
+        if window is not None:
+            try:
+                origin = find_origin(trainer, module, window, loss_function(module, self.replay))
+            except ReplayUnavailable as reason:
+                report["origin"] = {"unavailable": str(reason)}
+            else:
+                found = gathered([] if origin is None else [self._describe(trainer, window, origin, bundle)])
+                report["origin"] = found or "the fault did not come again when the update was run again"
+                lines = [each["words"] for each in found]
+                bundle.texts = gathered(bundle.texts)
+        place = write_bundle(trainer, self.folder, f"update-{update:06d}-nonfinite", bundle)
+        if place is not None:
+            lines.append(f"report: {place}")
+        return "; ".join(lines) or None
+
+    def _describe(
+        self, trainer: pl.Trainer, window: UpdateWindow, origin: Origin, bundle: Bundle
+    ) -> dict[str, Any]:
+        micro_batch = window.micro_batches[origin.micro_batch - 1]
+        sequences = [identify(trainer, micro_batch, origin.micro_batch, row) for row in origin.rows]
+        decode = decoder(trainer, trainer.lightning_module, self.decode)
+        for row, identity in zip(origin.rows, sequences, strict=True):
+            text = text_of(micro_batch, row, decode)
+            if text is not None:
+                bundle.texts.append((spell(identity), text))
+        bundle.tensors |= origin.tensors
+        where = f"micro-batch {origin.micro_batch} of {len(window.micro_batches)}"
+        if sequences:
+            rest = f" and {len(sequences) - 1} more" if len(sequences) > 1 else ""
+            first = f"sequence {sequences[0]['row']}"
+            named = f" ({spell(sequences[0])})" if "document" in sequences[0] else ""
+            where += f", {first}{named}{rest}"
+        return {
+            "words": f"{where}: {origin.spell()}",
+            "phase": origin.phase,
+            "value": origin.value,
+            "rank": trainer.global_rank,
+            "micro_batch": origin.micro_batch,
+            "micro_batches": len(window.micro_batches),
+            "sequences": sequences,
+            "module": origin.module,
+            "parameter": origin.parameter,
+            "negative_infinity_before": origin.negative,
+        }
+
+    def _flag(self, trainer: pl.Trainer, update: int, fault: str, found: str | None) -> None:
         self.flagged += 1
-        rank_zero_warn(f"update {update}: {what} is not finite", category=NonFiniteWarning)
+        message = f"update {update}: {fault} is not finite" + (f"; {found}" if found else "")
+        rank_zero_warn(message, category=NonFiniteWarning)
+        event = RunEvent(kind="nonfinite", update=update, message=message, details={"fault": fault})
+        publish_event(trainer, event)
+
+    def _act(
+        self, trainer: pl.Trainer, optimizer: Optimizer, update: int, fault: str, found: str | None
+    ) -> None:
+        is_last = self.max_consecutive is not None and self._consecutive > self.max_consecutive
+        if self.policy == "raise" or is_last:
+            self.record(trainer, update, {"train/nonfinite": self.flagged})
+            why = "" if self.policy == "raise" else f", {self._consecutive} in a row"
+            raise NonFiniteError(
+                f"update {update}: {fault} is not finite{why}; weights and optimizer state are as before it"
+                + (f"; {found}" if found else "")
+            )
+        if self.policy == "skip":
+            scaler = scaler_of(trainer)
+            if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+                scaler.unscale_(optimizer)  # a scaler must have seen gradients before they go
+            for parameter in optimizer_parameters(optimizer):
+                parameter.grad = None
+            if trainer.lightning_module.automatic_optimization:
+                self._moves = [
+                    ScheduleMove(config.scheduler)
+                    for config in trainer.lr_scheduler_configs
+                    if config.interval == "step" and not config.reduce_on_plateau
+                ]
 
 
-class NonFiniteWarning(UserWarning):
-    """A NaN or Inf was seen in a loss or a gradient."""
+def _state_tensors(pl_module: pl.LightningModule, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and values of weights and optimizer state, floating-point ones."""
+    names = {id(each): name for name, each in pl_module.named_parameters()}
+    for parameter in optimizer_parameters(optimizer):
+        name = names.get(id(parameter), "a parameter")
+        state = optimizer.state.get(parameter, {})
+        for label, tensor in [(name, parameter), *((f"{key} of {name}", state[key]) for key in state)]:
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel():
+                yield label, local_gradient(tensor.detach())
+
+
+def _bad_counts(tensors: list[Tensor]) -> Tensor:
+    """Return (T,) how many elements of each tensor are NaN or Inf, on the first one's device."""
+    dense = [each.contiguous() for each in tensors]
+    return squared_norms(dense)[:, 1].contiguous()

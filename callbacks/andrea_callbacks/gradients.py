@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,37 @@ class GradientNorm:
         counts = cast("list[float]", self.nonfinite.tolist())
         bad = {id(each) for each, count in zip(self.parameters, counts, strict=True) if count}
         return next((name for name, each in module.named_parameters() if id(each) in bad), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientMoment:
+    """Gradients as they were: which tensors, and how often each had been written."""
+
+    tensors: tuple["ref[Tensor]", ...]
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, gradients: list[Tensor]) -> "GradientMoment":
+        """Remember gradients."""
+        return cls(tensors=tuple(map(ref, gradients)), versions=tuple(map(_version, gradients)))
+
+    def shares_one_with(self, gradients: list[Tensor]) -> bool:
+        """Say whether any of the tensors still is a gradient, written to or not."""
+        present = set(map(id, gradients))
+        return any(id(kept()) in present for kept in self.tensors)
+
+    def is_that_of(self, gradients: list[Tensor]) -> bool:
+        """Say whether these are the same tensors, not written to since then."""
+        return (
+            len(gradients) == len(self.tensors)
+            and all(kept() is each for kept, each in zip(self.tensors, gradients, strict=True))
+            and self.versions == tuple(map(_version, gradients))
+        )
+
+
+def _version(gradient: Tensor) -> int:
+    """Return how often a gradient was written; a DTensor's own count stands still, that of its part moves."""
+    return local_gradient(gradient)._version
 
 
 def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:

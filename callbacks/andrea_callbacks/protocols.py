@@ -1,6 +1,11 @@
-"""What a module, a strategy or a callback may offer here. All of it is optional and found by name alone."""
+"""What a module, a batch, a strategy, a datamodule or a callback may offer here.
 
-from collections.abc import Mapping
+All of it is optional and found by name alone. A batch may be a mapping, and of its keys these are read:
+`input_ids` (B, S) int, `labels` (B, S) int, `valid_mask` (B, S) bool, true where a token is no padding,
+`num_tokens` int, the labels that count, and `source_id`, `document_id`, `offset` (B,) int.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
@@ -23,7 +28,8 @@ class ReportsUpdates(Protocol):
 
     Keys: `update` int, from 1; `loss` token mean, 0-d tensor; `tokens` int; `grad_norm` before clipping,
     `grad_norm_clipped` and `clip_coefficient`, 0-d tensors; `lr` float; `outcome`, one of `applied`, `empty`,
-    `nonfinite_skip`, `scaler_skip`, `nonfinite_raise`; `skipped` int, updates so far that changed no weight;
+    `nonfinite_skip`, `scaler_skip`, `nonfinite_raise`; `clip_seconds` float, the host's time in measuring and
+    clipping; `skipped` int, updates so far that changed no weight;
     `loss_scale` float, with a GradScaler; `nonfinite` str or None, which tensor was at fault. What is not
     known is absent. What `training_step` returns has the same keys; there the outcome is `pending` where the
     module learns of it only during the next update.
@@ -49,12 +55,120 @@ class TakesReports(Protocol):
 
 
 @runtime_checkable
-class ClipsGradients(Protocol):
-    """A strategy that measures and clips gradients itself."""
+class RefusesUpdates(Protocol):
+    """A module that decides about its updates, and can be told that one must change nothing."""
+
+    def refuse_update(self, fault: str) -> None:
+        """Treat the update that is about to step as not finite, because of `fault`, a tensor's name."""
+        ...
+
+
+@runtime_checkable
+class HoldsMicroBatches(Protocol):
+    """A batch that consists of several micro-batches, all of one update."""
+
+    @property
+    def micro_batches(self) -> Sequence[Any]:
+        """The micro-batches, in the order in which they are run."""
+        ...
+
+
+@runtime_checkable
+class SequenceLosses(Protocol):
+    """A module that gives each sequence's loss, so that an update can be attributed to its sequences."""
+
+    def sequence_losses(self, micro_batch: Any) -> Tensor:
+        """Return (B,) losses with their graph; up to a factor, their sum over an update is its loss."""
+        ...
+
+
+@runtime_checkable
+class SumsLosses(Protocol):
+    """A module that gives a micro-batch's loss, where it does not tell sequences apart."""
+
+    def loss_sum(self, micro_batch: Any) -> Tensor:
+        """Return the summed loss, 0-d, with its graph."""
+        ...
+
+
+@runtime_checkable
+class CountsTokens(Protocol):
+    """A module that counts the labels of a micro-batch."""
+
+    def count_tokens(self, micro_batch: Any) -> int | Tensor:
+        """Return how many labels count: an int, or a 0-d tensor."""
+        ...
+
+
+@runtime_checkable
+class SaysFlops(Protocol):
+    """A module that says what a token costs."""
+
+    @property
+    def flops_per_token(self) -> float:
+        """Floating-point operations of forward and backward pass for one valid token."""
+        ...
+
+
+@runtime_checkable
+class HasHyperparameters(Protocol):
+    """A module or datamodule that says how it was made, in numbers and words."""
+
+    @property
+    def hyperparameters(self) -> Mapping[str, int | float | str | bool]:
+        """Names and values."""
+        ...
+
+
+@runtime_checkable
+class NamesSources(Protocol):
+    """A datamodule of several sources of text."""
+
+    @property
+    def source_names(self) -> Sequence[str]:
+        """Names; the position is the `source_id` of a batch."""
+        ...
+
+
+@runtime_checkable
+class DescribesDocuments(Protocol):
+    """A datamodule that knows where a document is from."""
+
+    def describe(self, document_id: int) -> str:
+        """Return the place, such as file and line."""
+        ...
+
+
+@runtime_checkable
+class KnowsWords(Protocol):
+    """A datamodule that knows the words of its training text."""
+
+    def known_words(self) -> Collection[str]:
+        """Return what `andrea_callbacks.coherence.units` makes of the training text, each once."""
+        ...
+
+
+@runtime_checkable
+class DecodesTokens(Protocol):
+    """A tokenizer."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+        ...
+
+
+@runtime_checkable
+class MeasuresGradients(Protocol):
+    """A strategy or a module that measures gradients itself."""
 
     def gradient_norm(self, optimizer: Optimizer) -> GradientNorm:
         """Return norms and non-finite counts of the gradients; kept until a gradient changes."""
         ...
+
+
+@runtime_checkable
+class ClipsGradients(MeasuresGradients, Protocol):
+    """A strategy that clips gradients too."""
 
     def clip_gradients(self, optimizer: Optimizer, max_norm: float, hold: Tensor | None = None) -> Tensor:
         """Clip the gradients, at the latest in the optimizer's next step, and return the coefficient, 0-d.

@@ -11,6 +11,8 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from typing_extensions import override
 
+from andrea_callbacks.host import widest
+
 Value = Tensor | float | int
 
 
@@ -35,15 +37,16 @@ class ScalarBuffer:
             self.flush()
         kept = self._steps.setdefault(step, {})
         kept.update(
-            {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
+            {
+                name: value.detach() if isinstance(value, Tensor) else float(value)
+                for name, value in values.items()
+            }
         )
 
     def flush(self) -> None:
         """Write all scalars to all loggers, each step once, in increasing order."""
         steps, self._steps = self._steps, {}
-        for step, values in zip(
-            sorted(steps), _to_host([steps[step] for step in sorted(steps)]), strict=True
-        ):
+        for step, values in zip(sorted(steps), to_host([steps[step] for step in sorted(steps)]), strict=True):
             for logger in self._loggers():
                 logger.log_metrics(values, step=step)
 
@@ -52,8 +55,8 @@ class ScalarBuffer:
         return [] if trainer is None else trainer.loggers
 
 
-def _to_host(rows: list[dict[str, Value]]) -> list[dict[str, float]]:
-    """Turn all tensors into numbers with one transfer a device."""
+def to_host(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Turn all 0-d tensors in rows into numbers with one transfer a device; other values stay."""
     tensors: dict[torch.device, list[Tensor]] = {}
     for row in rows:
         for value in row.values():
@@ -61,17 +64,21 @@ def _to_host(rows: list[dict[str, Value]]) -> list[dict[str, float]]:
                 tensors.setdefault(value.device, []).append(value)
     numbers: dict[int, float] = {}
     for device, group in tensors.items():
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        row = torch.stack([value.to(wide).reshape(()) for value in group])
+        row = torch.stack([value.to(widest(device)).reshape(()) for value in group])
         values = cast("list[float]", row.tolist())
         numbers.update(zip(map(id, group), values, strict=True))
     return [
-        {
-            name: numbers[id(value)] if isinstance(value, Tensor) else float(value)
-            for name, value in row.items()
-        }
+        {name: numbers[id(value)] if isinstance(value, Tensor) else value for name, value in row.items()}
         for row in rows
     ]
+
+
+def add_text(trainer: pl.Trainer, name: str, text: str, step: int) -> None:
+    """Give a text, in Markdown, to the loggers that take text, such as TensorBoard's; on rank zero."""
+    for logger in trainer.loggers if trainer.is_global_zero else []:
+        add = getattr(cast(Any, logger).experiment, "add_text", None)
+        if callable(add):
+            add(name, text, step)
 
 
 _buffers: "WeakKeyDictionary[pl.Trainer, ScalarBuffer]" = WeakKeyDictionary()
@@ -89,7 +96,21 @@ class ScalarCallback(Callback):
 
     Written are they when the buffer is full, before validation and checkpoints, on an exception and at the
     end.
+
+    Args:
+        name: Tells instances of one class in the same trainer apart: their state in a checkpoint goes by it.
     """
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__()
+        self.name = name
+
+    @property
+    @override
+    def state_key(self) -> str:
+        """What the state goes by in a checkpoint: the class, and the name where one was given."""
+        kind = type(self).__qualname__
+        return kind if self.name is None else f"{kind}[{self.name}]"
 
     def record(self, trainer: pl.Trainer, step: int, values: Mapping[str, Value]) -> None:
         """Keep scalars for update `step`."""

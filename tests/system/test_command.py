@@ -79,7 +79,8 @@ def test_overfit() -> None:
     names = {"loss", "tokens", "lr", "skipped", "grad_norm", "grad_norm_clipped", "clip_coefficient"}
     assert names <= {tag.removeprefix("train/") for tag in found}
     for tag, rows in found.items():
-        assert [step for step, _ in rows] == steps, tag
+        is_every_update = tag.startswith(("train/", "epoch/")) and tag != "train/clip_threshold"
+        assert [step for step, _ in rows] == (steps if is_every_update else [1, 26, 51]), tag
     losses = [value for _, value in found["epoch/loss"]]
     assert 2.9 < losses[0] < 3.7
     assert losses[-1] < 0.10

@@ -1,0 +1,213 @@
+"""Whose gradient it is: each sequence's and each source's part of an update's gradient.
+
+With g the gradient of the update and g_i the part of sequence i, g = sum of g_i:
+
+norm |g_i|    share g_i·g / |g|², all shares add up to 1    cosine g_i·g / |g_i||g|    without |g - g_i|
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from andrea_callbacks.host import agree
+from andrea_callbacks.identity import Identity, gathered, identify
+from andrea_callbacks.replay import LossFunction, gradients_of, run_again, undisturbed
+from andrea_callbacks.window import UpdateWindow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of a gradient."""
+
+    identity: Identity
+    """Of the sequence, the micro-batch, or the source."""
+    loss: float
+    """Its loss, summed, in the replay's unit."""
+    norm: float
+    share: float
+    cosine: float
+    without: float
+    """Norm of the update's gradient, had this part not been there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attribution:
+    """An update's gradient by its parts, the largest share first."""
+
+    sequences: list[Part]
+    sources: list[Part]
+    norm: float
+    """Of the gradient that the parts add up to."""
+    agreement: float | None
+    """Cosine between the gradient of the replay and that of the update; None where that is gone already."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON takes it."""
+        return asdict(self)
+
+
+def attribute(
+    trainer: pl.Trainer,
+    pl_module: pl.LightningModule,
+    window: UpdateWindow,
+    losses_of: LossFunction,
+    parameters: Sequence[Tensor],
+    whole: Sequence[Tensor] | None,
+    norm: float,
+) -> Attribution:
+    """Run an update's micro-batches again, one backward pass a sequence, and compare with the gradient.
+
+    The replayed parts are brought to the gradient's scale by one factor for all. All ranks must call this
+    together. Random states, buffers, modes and `.grad` stay as they are.
+
+    Args:
+        trainer: Of the run.
+        pl_module: With the weights of the update.
+        window: Its micro-batches, those of this rank.
+        losses_of: Their losses, (B,) each, or 0-d.
+        parameters: Those of the optimizer.
+        whole: The update's gradient, alike on all ranks; None where it is gone.
+        norm: Its norm.
+    """
+    parameters = [each for each in parameters if each.requires_grad]
+    with undisturbed(trainer, pl_module), torch.no_grad():
+        replayed = _replayed(pl_module, window, losses_of, parameters)
+        squared = _dot(replayed, replayed)
+        if whole is None:
+            whole, agreement = replayed, None
+            factor = norm / math.sqrt(squared) if squared else 0.0
+            size = squared
+        else:
+            size = _dot(whole, whole)
+            product = _dot(replayed, whole)
+            factor = product / squared if squared else 0.0
+            agreement = product / math.sqrt(squared * size) if squared and size else 0.0
+        ruler = _Ruler(whole=whole, size=size, factor=factor, is_replayed=agreement is None)
+        del replayed
+        sequences = gathered(_sequences(trainer, pl_module, window, losses_of, parameters, ruler))
+        sources = _sources(pl_module, window, losses_of, parameters, ruler, sequences)
+    return Attribution(
+        sequences=_largest_first(sequences), sources=_largest_first(sources), norm=norm, agreement=agreement
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ruler:
+    """Measures parts against the whole."""
+
+    whole: Sequence[Tensor]
+    size: float
+    factor: float
+    is_replayed: bool
+
+    def part(self, identity: Identity, loss: float, gradient: Sequence[Tensor]) -> Part:
+        squared = _dot(gradient, gradient)
+        product = _dot(gradient, self.whole)
+        unit = self.factor if self.is_replayed else 1.0  # the whole carries the factor as well then
+        part, whole = self.factor**2 * squared, unit**2 * self.size
+        both = self.factor * unit * product
+        return Part(
+            identity=identity,
+            loss=loss,
+            norm=math.sqrt(part),
+            share=both / whole if whole else 0.0,
+            cosine=both / math.sqrt(part * whole) if part and whole else 0.0,
+            without=math.sqrt(max(whole - 2 * both + part, 0.0)),
+        )
+
+
+def _replayed(
+    pl_module: pl.LightningModule, window: UpdateWindow, losses_of: LossFunction, parameters: list[Tensor]
+) -> list[Tensor]:
+    """Return the gradient of the whole window, over all ranks."""
+    total = [torch.zeros_like(each) for each in parameters]
+    for _, _, run in run_again(losses_of, window, pl_module.device):
+        _add(total, _gradient(run, None, parameters)[1])
+    return _over_ranks(total)
+
+
+def _sequences(
+    trainer: pl.Trainer,
+    pl_module: pl.LightningModule,
+    window: UpdateWindow,
+    losses_of: LossFunction,
+    parameters: list[Tensor],
+    ruler: _Ruler,
+) -> list[Part]:
+    parts: list[Part] = []
+    for number, micro_batch, run in run_again(losses_of, window, pl_module.device):
+        with torch.enable_grad():
+            losses = run()
+        if not losses.ndim:
+            gradient = gradients_of(losses, parameters)
+            identity = identify(trainer, micro_batch, number, None)
+            parts.append(ruler.part(identity, float(losses), gradient))
+            continue
+        for row in range(len(losses)):
+            gradient = gradients_of(losses[row], parameters, keep=row + 1 < len(losses))
+            identity = identify(trainer, micro_batch, number, row)
+            parts.append(ruler.part(identity, float(losses[row]), gradient))
+    return parts
+
+
+def _sources(
+    pl_module: pl.LightningModule,
+    window: UpdateWindow,
+    losses_of: LossFunction,
+    parameters: list[Tensor],
+    ruler: _Ruler,
+    sequences: list[Part],
+) -> list[Part]:
+    """Return the parts of sources, one pass over the window for each, so that one gradient is held."""
+    names = sorted({part.identity["source"] for part in sequences if "source" in part.identity})
+    parts: list[Part] = []
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    for name in names:
+        rows: dict[int, list[int]] = {}
+        for part in sequences:
+            identity = part.identity
+            if identity.get("source") == name and identity["rank"] == rank:
+                rows.setdefault(identity["micro_batch"], []).append(identity["row"] - 1)
+        total = [torch.zeros_like(each) for each in parameters]
+        for number, _, run in run_again(losses_of, window, pl_module.device):
+            if number in rows:
+                _add(total, _gradient(run, rows[number], parameters)[1])
+        loss = sum(part.loss for part in sequences if part.identity.get("source") == name)
+        parts.append(ruler.part({"source": name}, loss, _over_ranks(total)))
+    return parts
+
+
+def _gradient(run: Any, rows: list[int] | None, parameters: list[Tensor]) -> tuple[float, list[Tensor]]:
+    with torch.enable_grad():
+        losses = run()
+        loss = losses.sum() if rows is None else losses[rows].sum()
+    return float(loss), gradients_of(loss, parameters)
+
+
+def _add(total: list[Tensor], gradient: list[Tensor]) -> None:
+    for mine, each in zip(total, gradient, strict=True):
+        mine += each
+
+
+def _over_ranks(total: list[Tensor]) -> list[Tensor]:
+    for each in total:
+        agree(each, "sum")
+    return total
+
+
+def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """Return the inner product of two lists of tensors, added up in float64."""
+    wide = [
+        (a.float() * b.float() if a.dtype != torch.float64 else a * b).sum(dtype=torch.float64)
+        for a, b in zip(left, right, strict=True)
+    ]
+    return float(torch.stack([each.cpu() for each in wide]).sum()) if wide else 0.0
+
+
+def _largest_first(parts: list[Part]) -> list[Part]:
+    return sorted(parts, key=lambda part: -part.share)

@@ -1,0 +1,296 @@
+"""Whether samples are text: a score that sees a collapse to a few words, which the loss does not.
+
+of 100 points   35  distinct pairs of neighbouring words, both known, over all pairs
+                35  distinct triples, all known, over all triples
+                20  distinct known words over half the number of words
+                10  distinct characters over an eighth of the number of characters
+
+Only known words count, so that noise is not taken for variety; only distinct ones, so that one word said over
+and over is not taken for text. The known words are those of the training text.
+"""
+
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast, get_args
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from andrea_callbacks.events import RunEvent, publish_event
+from andrea_callbacks.gradients import is_sharded
+from andrea_callbacks.protocols import GeneratesText, KnowsWords
+from andrea_callbacks.replay import undisturbed
+from andrea_callbacks.scalars import ScalarCallback, add_text
+from andrea_callbacks.updates import settle
+
+Action = Literal["warn", "stop"]
+GenerateFunction = Callable[[pl.LightningModule, list[str], int, torch.Generator], list[str]]
+"""Takes module, prompts, most new tokens and a generator on the module's device; returns continuations."""
+
+SPACELESS = (
+    "\u0e00-\u0eff"  # Thai, Lao
+    "\u1000-\u109f"  # Myanmar
+    "\u1780-\u17ff"  # Khmer
+    "\u3040-\u30ff"  # Hiragana, Katakana
+    "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # Han
+    "\U00020000-\U0003134f"
+)
+"""Scripts that put no spaces between words; their units are pairs of neighbouring characters."""
+
+_RUNS = re.compile(rf"[{SPACELESS}]+|[^\W\d_{SPACELESS}]+")
+_SPACELESS = re.compile(rf"[{SPACELESS}]")
+
+FULL_WORDS = 0.5
+"""Distinct known words over words that earn full marks: text repeats its small words."""
+
+FULL_CHARACTERS = 1 / 8
+"""Distinct characters over characters that earn full marks, of at most 400 characters."""
+
+
+class IncoherenceWarning(UserWarning):
+    """Samples of the model are not text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coherence:
+    """The score of a text and its parts, in points."""
+
+    bigrams: float
+    """Of 35."""
+    trigrams: float
+    """Of 35."""
+    words: float | None
+    """Of 20; None where no known words are at hand, and the others make up the score."""
+    characters: float
+    """Of 10."""
+
+    @property
+    def score(self) -> float:
+        """Of 100."""
+        rest = self.bigrams + self.trigrams + self.characters
+        return rest / 0.8 if self.words is None else rest + self.words
+
+
+def units(text: str) -> list[str]:
+    """Return the words of a text in lower case; for scripts without spaces, pairs of neighbouring characters.
+
+    >>> units("The cat, os.path: 3 cats")
+    ['the', 'cat', 'os', 'path', 'cats']
+    >>> units("学習率 of 0.1")
+    ['学習', '習率', 'of']
+    """
+    found: list[str] = []
+    for run in _RUNS.findall(text):
+        if _SPACELESS.match(run):
+            found += [run[at : at + 2] for at in range(max(len(run) - 1, 1))]
+        else:
+            found.append(run.casefold())
+    return found
+
+
+def known_units(texts: Iterable[str]) -> set[str]:
+    """Return the words, or pairs of characters, of texts, each once."""
+    return {unit for text in texts for unit in units(text)}
+
+
+def coherence(text: str, known: Collection[str] | None) -> Coherence:
+    """Score a text.
+
+    Args:
+        text: A sample, some hundred characters long.
+        known: What `known_units` makes of the training text; a set, for speed. None where it is not at hand:
+            any word counts then, and noise passes for variety.
+    """
+    words = units(text)
+    is_known = [True] * len(words) if known is None else [word in known for word in words]
+    distinct = {word for word, is_one in zip(words, is_known, strict=True) if is_one}
+    characters = text[:400]
+    variety = len(set(characters)) / (FULL_CHARACTERS * len(characters)) if characters else 0.0
+    return Coherence(
+        bigrams=35.0 * _diversity(words, is_known, 2),
+        trigrams=35.0 * _diversity(words, is_known, 3),
+        words=None if known is None else 20.0 * min(len(distinct) / (FULL_WORDS * max(len(words), 1)), 1.0),
+        characters=10.0 * min(variety, 1.0),
+    )
+
+
+def _diversity(words: Sequence[str], is_known: Sequence[bool], size: int) -> float:
+    """Return distinct runs of known words over all runs of `size` words."""
+    count = len(words) - size + 1
+    if count < 1:
+        return 0.0
+    runs = {tuple(words[at : at + size]) for at in range(count) if all(is_known[at : at + size])}
+    return len(runs) / count
+
+
+class CoherenceGate(ScalarCallback):
+    """Samples from the model every now and then, scores the samples, warns or stops when they are no text.
+
+    The model continues the same prompts with the same seed each time; neither random state nor mode of the
+    run are touched. Every sample is scored by `coherence`, and the mean counts. The known words are `known`,
+    or what the datamodule's `known_words()` says; with neither a score is made of the rest, which takes noise
+    for variety, as is said once. Samples go to loggers that take text.
+
+    On several ranks rank zero samples, and the others wait; where parameters are sharded all sample together.
+    Under `stop` the run ends after this update, as with `trainer.should_stop`.
+
+    Args:
+        every: Updates between two samples.
+        start: Updates before the first sample; an untrained model writes no text.
+        threshold: A score under this is too low.
+        patience: Samples in a row that are too low before anything is done.
+        action: `warn` or `stop`.
+        prompts: What is continued; the empty text starts a document.
+        max_new_tokens: Length of each sample.
+        seed: Of the draws.
+        generate: Writes the continuations; the module's `generate(prompts, max_new_tokens, generator)` when
+            left out.
+        known: Words of the training text, as `known_units` returns them.
+        name: Tells instances in the same trainer apart.
+
+    Raises:
+        ValueError: If an option is out of range; the message names it.
+
+    Metrics recorded:
+        coherence/score: Of 100.
+        coherence/bigrams, /trigrams, /words, /characters: Its parts, of 35, 35, 20 and 10.
+    """
+
+    def __init__(
+        self,
+        every: int = 100,
+        start: int = 500,
+        threshold: float = 30.0,
+        patience: int = 3,
+        action: Action = "warn",
+        prompts: list[str] | None = None,
+        max_new_tokens: int = 100,
+        seed: int = 0,
+        generate: GenerateFunction | None = None,
+        known: Collection[str] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        least = {"every": (every, 1), "start": (start, 0), "patience": (patience, 1)}
+        least["max_new_tokens"] = (max_new_tokens, 1)
+        for name, (value, minimum) in least.items():
+            if value < minimum:
+                raise ValueError(f"CoherenceGate: {name} must be at least {minimum}, got {value}")
+        if not 0 <= threshold <= 100:
+            raise ValueError(f"CoherenceGate: threshold must lie in [0, 100], got {threshold}")
+        if action not in get_args(Action):
+            raise ValueError(f"CoherenceGate: action must be 'warn' or 'stop', got {action!r}")
+        if prompts is not None and not prompts:
+            raise ValueError("CoherenceGate: prompts must not be empty; [''] starts a document")
+        self.every = every
+        self.start = start
+        self.threshold = threshold
+        self.patience = patience
+        self.action: Action = action
+        self.prompts = ["", "", ""] if prompts is None else list(prompts)
+        self.max_new_tokens = max_new_tokens
+        self.seed = seed
+        self.generate = generate
+        self.known = None if known is None else frozenset(known)
+        self.low: int = 0
+        """Samples in a row so far that were too low."""
+        self.last: float | None = None
+        """The last score."""
+        self._is_able = True
+        self._sampled = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Find out what is known, and whether the module can be sampled from."""
+        self._sampled = trainer.global_step
+        self._is_able = self.generate is not None or isinstance(pl_module, GeneratesText)
+        if not self._is_able:
+            warnings.warn(
+                f"CoherenceGate: {type(pl_module).__name__} has no generate(prompts, max_new_tokens, "
+                "generator) and no generate= was given, so that nothing is sampled",
+                category=IncoherenceWarning,
+                stacklevel=2,
+            )
+            return
+        if self.known is None:
+            datamodule = cast(Any, trainer).datamodule
+            if isinstance(datamodule, KnowsWords):
+                self.known = frozenset(datamodule.known_words())
+            else:
+                rank_zero_info(
+                    "CoherenceGate: no known words (known=, or the datamodule's known_words()); the score "
+                    "takes noise for variety"
+                )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Sample when it is time."""
+        update = trainer.global_step
+        if not self._is_able or update == self._sampled or update < self.start or update % self.every:
+            return
+        self._sampled = update
+        settle(pl_module)
+        self._sample(trainer, pl_module, update)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many samples in a row were too low."""
+        return {"low": self.low, "last": self.last}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue counting."""
+        self.low, self.last = state_dict["low"], state_dict["last"]
+
+    def _sample(self, trainer: pl.Trainer, pl_module: pl.LightningModule, update: int) -> None:
+        texts: list[str] = []
+        if trainer.is_global_zero or any(map(is_sharded, pl_module.parameters())):
+            generator = torch.Generator(pl_module.device).manual_seed(self.seed)
+            generate = self.generate or _generate
+            with undisturbed(trainer, pl_module), torch.no_grad():
+                texts = generate(pl_module, list(self.prompts), self.max_new_tokens, generator)
+        parts = [coherence(text, self.known) for text in texts]
+        score = sum(part.score for part in parts) / len(parts) if parts else 0.0
+        score = float(trainer.strategy.broadcast(score))
+        self.last = score
+        if parts:
+            means = {
+                name: sum(asdict(part)[name] or 0.0 for part in parts) / len(parts)
+                for name in ("bigrams", "trigrams", "words", "characters")
+                if name != "words" or self.known is not None
+            }
+            named = {f"coherence/{name}": value for name, value in means.items()}
+            self.record(trainer, update, {"coherence/score": score} | named)
+            shown = [
+                f"{part.score:.0f}\n\n> {prompt}{text}"
+                for part, prompt, text in zip(parts, self.prompts, texts, strict=True)
+            ]
+            add_text(trainer, "coherence", "\n\n".join(shown), update)
+        self.low = self.low + 1 if score < self.threshold else 0
+        if self.low >= self.patience:
+            self._alarm(trainer, update, texts[0] if texts else "")
+
+    def _alarm(self, trainer: pl.Trainer, update: int, sample: str) -> None:
+        message = (
+            f"update {update}: the model's samples scored {self.last:.0f} of 100, under {self.threshold:g} "
+            f"{self.low} times in a row, and are no text: {sample[:80]!r}"
+        )
+        if self.action == "stop":
+            message += "; the run stops"
+            trainer.should_stop = True
+        if self.action == "stop" or self.low == self.patience:
+            rank_zero_warn(message, category=IncoherenceWarning)
+        details = {"score": self.last, "low": self.low, "stops": self.action == "stop", "sample": sample}
+        publish_event(trainer, RunEvent(kind="coherence", update=update, message=message, details=details))
+
+
+def _generate(
+    module: pl.LightningModule, prompts: list[str], max_new_tokens: int, generator: torch.Generator
+) -> list[str]:
+    return cast(GeneratesText, module).generate(prompts, max_new_tokens, generator)

@@ -1,0 +1,115 @@
+"""Which text a row of a micro-batch is: source, document, place, and what it says."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from andrea_callbacks.protocols import DecodesTokens, DescribesDocuments, NamesSources
+
+DecodeFunction = Callable[[Sequence[int]], str]
+Identity = dict[str, Any]
+"""`rank`, `micro_batch` and `row` from 1, and, where known, `source`, `document`, `offset`, `place`."""
+
+
+def fields(micro_batch: Any) -> Mapping[str, Any]:
+    """Return the keys and values of a micro-batch, none where it is no mapping."""
+    return cast("Mapping[str, Any]", micro_batch) if isinstance(micro_batch, Mapping) else {}
+
+
+def row_numbers(micro_batch: Any, key: str) -> list[int] | None:
+    """Return the (B,) whole numbers under a key of a micro-batch, None where there are none; waits."""
+    found = fields(micro_batch).get(key)
+    if isinstance(found, Tensor) and found.ndim == 1 and not found.is_floating_point():
+        return cast("list[int]", found.tolist())
+    return None
+
+
+def source_name(trainer: pl.Trainer, source: int) -> str:
+    """Return the name of a source, or its number where nobody names it."""
+    datamodule = cast(Any, trainer).datamodule
+    names = list(datamodule.source_names) if isinstance(datamodule, NamesSources) else []
+    return names[source] if 0 <= source < len(names) else f"source {source}"
+
+
+def identify(trainer: pl.Trainer, micro_batch: Any, number: int, row: int | None) -> Identity:
+    """Return what is known of a sequence.
+
+    Args:
+        trainer: Its datamodule names sources and places.
+        micro_batch: A mapping with the keys in `protocols`, or anything else.
+        number: The micro-batch's number in its update, from 1.
+        row: Of the sequence, from 0; None for the micro-batch as a whole.
+    """
+    identity: Identity = {"rank": trainer.global_rank, "micro_batch": number}
+    if row is None:
+        return identity
+    identity["row"] = row + 1
+    columns = {
+        key: column[row]
+        for key in ("source_id", "document_id", "offset")
+        if (column := row_numbers(micro_batch, key)) is not None and row < len(column)
+    }
+    if columns.get("source_id", -1) >= 0:
+        identity["source"] = source_name(trainer, columns["source_id"])
+    document = columns.get("document_id", -1)
+    if document >= 0:
+        identity["document"] = document
+        identity["offset"] = columns.get("offset", 0)
+        datamodule = cast(Any, trainer).datamodule
+        if isinstance(datamodule, DescribesDocuments):
+            identity["place"] = datamodule.describe(document)
+    return identity
+
+
+def spell(identity: Identity) -> str:
+    """Return a sequence's identity as a person reads it."""
+    if "document" in identity:
+        of = f" of {identity['source']}" if "source" in identity else ""
+        return f"document {identity['document']}{of}"
+    on = f" on rank {identity['rank']}" if identity.get("rank") else ""
+    sequence = f"sequence {identity['row']} of " if "row" in identity else ""
+    of = f" of {identity['source']}" if "source" in identity else ""
+    return f"{sequence}micro-batch {identity['micro_batch']}{on}{of}"
+
+
+def decoder(
+    trainer: pl.Trainer, pl_module: pl.LightningModule, decode: DecodeFunction | None
+) -> DecodeFunction | None:
+    """Return what turns ids into text: the user's own, or the tokenizer of module or datamodule."""
+    if decode is not None:
+        return decode
+    for owner in (pl_module, cast(Any, trainer).datamodule):
+        tokenizer = getattr(owner, "tokenizer", None)
+        if isinstance(tokenizer, DecodesTokens):
+            return tokenizer.decode
+    return None
+
+
+def text_of(micro_batch: Any, row: int, decode: DecodeFunction | None) -> str | None:
+    """Return the text of a sequence, None where there are no `input_ids` or nothing decodes them."""
+    ids = sequence_ids(micro_batch, row)
+    return None if ids is None or decode is None else decode(ids)
+
+
+def sequence_ids(micro_batch: Any, row: int) -> list[int] | None:
+    """Return the ids of a sequence without its padding, None where the micro-batch has none."""
+    batch = fields(micro_batch)
+    ids, mask = batch.get("input_ids"), batch.get("valid_mask")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or row >= len(ids):
+        return None
+    kept = ids[row]
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        kept = kept[mask[row].bool()]
+    return cast("list[int]", kept.tolist())
+
+
+def gathered(rows: list[Any]) -> list[Any]:
+    """Return the rows of all ranks together, on every rank; all must call this together."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return rows
+    shares: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(shares, rows)
+    return [row for share in shares for row in share]

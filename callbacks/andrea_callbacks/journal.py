@@ -1,0 +1,224 @@
+"""A run's journal: one JSON object a line for every update and every event, which a kill cannot take away."""
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+import lightning
+import lightning.pytorch as pl
+import torch
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from andrea_callbacks.bundle import to_json
+from andrea_callbacks.events import RunEvent
+from andrea_callbacks.measuring import measured_norm, remaining_scale
+from andrea_callbacks.protocols import ReportsUpdates
+from andrea_callbacks.scalars import to_host
+from andrea_callbacks.updates import settle
+from andrea_callbacks.window import WindowCallback
+
+
+class RunJournal(WindowCallback):
+    """Appends what happens in a run to a file, a JSON object a line; `read_journal` reads it back.
+
+    Every line has `kind`, `update` and `time` (UTC). The kinds: `start` (versions, ranks, precision, and the
+    update that is resumed from), `update`, `validation` with all metrics, `checkpoint`, `exception`, `end`,
+    and what callbacks publish: `nonfinite`, `spike`, `coherence` and others. An update's line has the report
+    of a module that reports its updates; of any other module loss, norm before clipping and learning rate.
+    NaN and Inf are the strings "NaN", "Infinity" and "-Infinity".
+
+    Lines are written at once, and synchronised with the disk, every `every` updates, after `seconds`, and
+    with everything that is no update. A kill loses the updates since then and nothing else; a line that it
+    tore stays, alone. A resume appends: what is done again stands there twice, behind a second `start`.
+    Written on rank zero.
+
+    Args:
+        path: The file; `journal.jsonl` in the trainer's log folder when left out.
+        every: Updates between two writes.
+        seconds: Time between two writes, where updates are slow.
+        name: Tells instances in the same trainer apart; the file is `journal-<name>.jsonl` then.
+
+    Raises:
+        ValueError: If `every` is less than 1 or `seconds` negative.
+    """
+
+    def __init__(
+        self, path: str | None = None, every: int = 25, seconds: float = 10.0, name: str | None = None
+    ) -> None:
+        super().__init__(keeps_batches=False, name=name)
+        if every < 1:
+            raise ValueError(f"RunJournal: every must be at least 1 update, got {every}")
+        if seconds < 0:
+            raise ValueError(f"RunJournal: seconds must be at least 0, got {seconds}")
+        self.path = path
+        self.every = every
+        self.seconds = seconds
+        self.file: Path | None = None
+        """Where the journal of this run is, once it has started."""
+        self._rows: list[dict[str, Any]] = []
+        self._written = time.monotonic()
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Open the journal."""
+        super().on_train_start(trainer, pl_module)
+        folder = trainer.log_dir or trainer.default_root_dir  # all ranks must ask
+        named = "journal.jsonl" if self.name is None else f"journal-{self.name}.jsonl"
+        self.file = Path(self.path) if self.path is not None else Path(folder) / named
+        self._rows.clear()
+        self._note(
+            trainer,
+            "start",
+            trainer.global_step,
+            resumed=trainer.global_step > 0,
+            module=type(pl_module).__qualname__,
+            torch=torch.__version__,
+            lightning=lightning.__version__,
+            ranks=trainer.world_size,
+            precision=str(trainer.precision),
+        )
+        self._write(trainer)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Note an update of a module that does not report its own."""
+        if not isinstance(pl_module, ReportsUpdates):
+            norm = measured_norm(trainer, optimizer).total / remaining_scale(trainer, optimizer)
+            figures: dict[str, Any] = {"grad_norm": norm, "lr": float(optimizer.param_groups[0]["lr"])}
+            loss = self.window_loss(trainer)
+            if loss is not None:
+                figures["loss"] = loss
+            self._note(trainer, "update", trainer.global_step + 1, **figures)
+        self.window.losses.clear()
+
+    @override
+    def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
+        """Note an update."""
+        figures = {key: value for key, value in report.items() if key != "update"}
+        self._note(trainer, "update", report["update"], **figures)
+
+    def take_event(self, trainer: pl.Trainer, event: RunEvent) -> None:
+        """Note an event."""
+        self._note(trainer, event.kind, event.update, message=event.message, **dict(event.details))
+        self._write(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write when it is time."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if len(self._rows) >= self.every or time.monotonic() - self._written >= self.seconds:
+            self._write(trainer)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note the metrics of a validation within a fit."""
+        if self.file is None or trainer.sanity_checking:
+            return
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self._note(trainer, "validation", trainer.global_step, metrics=metrics)
+        self._write(trainer)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Note that a checkpoint is about to be written."""
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if self.file is not None:
+            self._note(trainer, "checkpoint", trainer.global_step)
+            self._write(trainer)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Note what ended the run."""
+        super().on_exception(trainer, pl_module, exception)
+        if self.file is not None:
+            named = f"{type(exception).__name__}: {exception}"
+            self._note(trainer, "exception", trainer.global_step, message=named)
+            self._write(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note the end."""
+        settle(pl_module)
+        super().on_train_end(trainer, pl_module)
+        self._note(trainer, "end", trainer.global_step)
+        self._write(trainer)
+        self.file = None
+
+    def _note(self, trainer: pl.Trainer, kind: str, update: int, **figures: Any) -> None:
+        if trainer.is_global_zero and self.file is not None:
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            self._rows.append({"kind": kind, "update": update, "time": now, **figures})
+
+    def _write(self, trainer: pl.Trainer) -> None:
+        """Append what there is; a file that cannot be written stops nothing, and is spoken of."""
+        rows, self._rows = self._rows, []
+        self._written = time.monotonic()
+        if not rows or self.file is None or not trainer.is_global_zero:
+            return
+        lines = "".join(to_json(row) + "\n" for row in to_host(rows))
+        try:
+            append_durably(self.file, lines.encode())
+        except OSError as error:
+            warnings.warn(f"RunJournal: {self.file} could not be written: {error}", stacklevel=2)
+
+
+def append_durably(file: Path, lines: bytes) -> None:
+    """Append whole lines to a file and wait until the disk has them; a torn last line is ended first.
+
+    Raises:
+        OSError: If that cannot be done.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not file.exists()
+    descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            lines = b"\n" + lines
+        view = memoryview(lines)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if is_new:
+        _synchronize_folder(file.parent)
+
+
+def _synchronize_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_journal(path: str | Path) -> list[dict[str, Any]]:
+    """Return the lines of a journal; one that a kill tore is left out with a warning.
+
+    Args:
+        path: The file, also of a run that is going on.
+    """
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
+        if not line:
+            continue
+        try:
+            rows.append(cast("dict[str, Any]", json.loads(line)))
+        except ValueError:
+            warnings.warn(f"{path}, line {number}: torn, left out", stacklevel=2)
+    return rows

@@ -1,0 +1,78 @@
+"""What is known, before an optimizer's step, of its gradients, of the clip to come and of a loss scale."""
+
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from andrea_callbacks.gradients import GradientMoment, GradientNorm, gradient_norm, optimizer_parameters
+from andrea_callbacks.protocols import ClipsGradients, MeasuresGradients, ReportsUpdates
+
+_measured: "WeakKeyDictionary[Optimizer, tuple[GradientMoment, GradientNorm]]" = WeakKeyDictionary()
+
+
+def measured_norm(trainer: pl.Trainer, optimizer: Optimizer) -> GradientNorm:
+    """Return the norm of an optimizer's gradients as they are; measured once for all who ask.
+
+    The strategy or the module measures where it offers to; otherwise it is done here, and kept until a
+    gradient is replaced or written to.
+    """
+    module = trainer.lightning_module
+    for source in (module if isinstance(module, ReportsUpdates) else None, trainer.strategy):
+        if isinstance(source, MeasuresGradients):
+            return source.gradient_norm(optimizer)
+    parameters = optimizer_parameters(optimizer)
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    moment, norm = _measured.get(optimizer, (None, None))
+    if moment is None or norm is None or not moment.is_that_of(gradients):
+        norm = gradient_norm(parameters)
+        _measured[optimizer] = (GradientMoment.of(gradients), norm)
+    return norm
+
+
+def scaler_of(trainer: pl.Trainer) -> torch.amp.GradScaler | None:
+    """Return the trainer's GradScaler, None where there is none."""
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def remaining_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
+    """Return the GradScaler's scale where the gradients still carry it before the step, else 1.
+
+    Lightning leaves the gradients of a fused optimizer scaled; a module that reports its updates does not.
+    """
+    scaler = scaler_of(trainer)
+    handles_unscaling = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if scaler is None or not handles_unscaling or isinstance(trainer.lightning_module, ReportsUpdates):
+        return 1.0
+    return float(scaler.get_scale())
+
+
+def clip_threshold(trainer: pl.Trainer, pl_module: pl.LightningModule) -> float | None:
+    """Return the global norm that gradients are about to be clipped to.
+
+    `inf` where nothing is clipped, None where it cannot be known: under somebody's own manual optimization,
+    with a `configure_gradient_clipping` of its own, or clipping by value.
+    """
+    if isinstance(pl_module, ReportsUpdates):
+        bound = cast(Any, getattr(pl_module, "max_norm", None))
+        return float(bound) if bound is not None else float("inf")
+    kept = type(pl_module).configure_gradient_clipping is pl.LightningModule.configure_gradient_clipping
+    if not pl_module.automatic_optimization or not kept:
+        return None
+    if not trainer.gradient_clip_val:
+        return float("inf")
+    return float(trainer.gradient_clip_val) if trainer.gradient_clip_algorithm in (None, "norm") else None
+
+
+def automatic_coefficient(trainer: pl.Trainer, pl_module: pl.LightningModule, norm: Tensor) -> Tensor | None:
+    """Return the coefficient that Lightning is about to apply, None where it cannot be known."""
+    max_norm = clip_threshold(trainer, pl_module)
+    if max_norm is None:
+        return None
+    if max_norm == float("inf"):
+        return torch.ones_like(norm)
+    added = 0.0 if isinstance(trainer.strategy, ClipsGradients) else 1e-6  # by torch.nn.utils.clip_grad_norm_
+    return (max_norm / (norm + added)).clamp(max=1.0)

@@ -1,0 +1,309 @@
+"""Adam's moments: their size, how far an update moves the weights, and how long a spike lives in them.
+
+m <- beta1 m + (1 - beta1) g        a gradient g is (1 - beta1) beta1^k g of m after k more updates
+v <- beta2 v + (1 - beta2) g²       and (1 - beta2) beta2^k g² of v, whose root divides the rate
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from andrea_callbacks.events import RunEvent
+from andrea_callbacks.gradients import is_sharded, local_gradient, squared_norms
+from andrea_callbacks.host import agree
+from andrea_callbacks.scalars import Value
+from andrea_callbacks.updates import ReportCallback
+from andrea_callbacks.weights import forget_weights, group_names, remember_weights, weight_change
+
+GONE = 0.01
+"""A spike counts as gone when its part of the first moment, or the damping of the rate, is under this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MomentTrace:
+    """How one large gradient lives on in Adam's moments; entry k is k updates after it.
+
+    Norms are those of parts that point the same way, so that they add up: the worst case.
+    """
+
+    first_from_spike: tuple[float, ...]
+    """Norm of the first moment's part that is the spike's."""
+    first: tuple[float, ...]
+    """Norm of the first moment."""
+    second_from_spike: tuple[float, ...]
+    """The second moment's part that is the spike's, in units of the squared gradient."""
+    second: tuple[float, ...]
+    """The second moment."""
+    half_life_first: float
+    """Updates in which the spike's part of the first moment halves."""
+    half_life_second: float
+    """Updates in which its part of the second moment halves."""
+
+    @property
+    def share_of_first(self) -> tuple[float, ...]:
+        """How much of the first moment is the spike's."""
+        return tuple(
+            part / whole if whole else 0.0
+            for part, whole in zip(self.first_from_spike, self.first, strict=True)
+        )
+
+    @property
+    def rate_factor(self) -> tuple[float, ...]:
+        """What the rate of the other updates is multiplied by, since the spike is in the second moment."""
+        return tuple(
+            math.sqrt(1.0 - part / whole) if whole else 1.0
+            for part, whole in zip(self.second_from_spike, self.second, strict=True)
+        )
+
+
+def moment_trace(
+    spike: float,
+    typical: float,
+    updates: int,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    max_norm: float | None = None,
+) -> MomentTrace:
+    """Follow one gradient of an unusual norm through Adam's moments (Kingma and Ba, 2015, algorithm 1).
+
+    Before it and after it gradients have the typical norm, and the moments were steady.
+
+    Args:
+        spike: Norm of the one gradient.
+        typical: Norm of all others.
+        updates: How far it is followed.
+        beta1: Decay of the first moment, in [0, 1).
+        beta2: Decay of the second moment, in [0, 1).
+        max_norm: Norm that gradients are clipped to before they enter; None clips nothing.
+
+    Returns:
+        `updates + 1` entries each, the first at the spike's own update.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    >>> trace = moment_trace(spike=50.0, typical=0.5, updates=10)
+    >>> round(trace.first_from_spike[0], 3), round(trace.first_from_spike[10], 3)
+    (5.0, 1.743)
+    >>> round(trace.half_life_first, 2), round(trace.half_life_second, 1)
+    (6.58, 692.8)
+    >>> round(moment_trace(50.0, 0.5, 0, max_norm=1.0).first_from_spike[0], 3)
+    0.1
+    """
+    for name, beta in (("beta1", beta1), ("beta2", beta2)):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"moment_trace: {name} must lie in [0, 1), got {beta}")
+    if updates < 0:
+        raise ValueError(f"moment_trace: updates must be at least 0, got {updates}")
+    if not (spike >= 0 and typical >= 0):
+        raise ValueError(f"moment_trace: norms must be at least 0, got {spike} and {typical}")
+    if max_norm is not None:
+        spike, typical = min(spike, max_norm), min(typical, max_norm)
+    shares = [(1 - beta1) * beta1**k for k in range(updates + 1)]
+    squares = [(1 - beta2) * beta2**k for k in range(updates + 1)]
+    return MomentTrace(
+        first_from_spike=tuple(share * spike for share in shares),
+        first=tuple(share * spike + (1 - share) * typical for share in shares),
+        second_from_spike=tuple(share * spike**2 for share in squares),
+        second=tuple(share * spike**2 + (1 - share) * typical**2 for share in squares),
+        half_life_first=half_life(beta1),
+        half_life_second=half_life(beta2),
+    )
+
+
+def half_life(beta: float) -> float:
+    """Return the updates in which what is in a moving average with decay `beta` halves; 0 for beta 0."""
+    return math.log(0.5) / math.log(beta) if beta > 0 else 0.0
+
+
+@dataclass(slots=True)
+class _Spike:
+    update: int
+    norm: float
+
+
+class MomentMonitor(ReportCallback):
+    """Records the size of Adam's moments and of updates, and how much of the moments a spike still is.
+
+    Moments are those of any optimizer that keeps `exp_avg` and `exp_avg_sq`; with others the norm of the
+    update alone is recorded. A spike is what `SpikeForensics`, or another callback, publishes as such; its
+    norm is taken after clipping, where that is known (not under somebody's own manual optimization). While a
+    spike is fresh (`beta1^k` over 0.1), every update is recorded. Decays are those of the first group;
+    updates that were skipped do not count. Nothing waits for an accelerator.
+
+    Args:
+        every: Updates between two records.
+        name: Tells instances in the same trainer apart.
+
+    Raises:
+        ValueError: If `every` is less than 1.
+
+    Metrics recorded:
+        moments/first/<group>: L2 norm of the first moment.
+        moments/second/<group>: Root of the sum of the second moment, in units of a gradient's norm.
+        moments/update/<group>: L2 norm of what the update added to the weights.
+        moments/spike_in_first: Norm of the spike's part of the first moment over that of the whole, at most
+            1.
+        moments/rate_factor: What the rate is multiplied by, since the spike is in the second moment.
+        moments/updates_until_gone: Updates until the first of the two is under 0.01.
+        moments/updates_until_rate: Updates until the second is over 0.99.
+    """
+
+    def __init__(self, every: int = 25, name: str | None = None) -> None:
+        super().__init__(name=name)
+        if every < 1:
+            raise ValueError(f"MomentMonitor: every must be at least 1 update, got {every}")
+        self.every = every
+        self._spike: _Spike | None = None
+        self._skipped: list[int] = []
+        self._due: list[tuple[int, Optimizer]] = []
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget an update that broke off."""
+        self._due.clear()
+        forget_weights(trainer)
+
+    @override
+    def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
+        """Count the updates that changed no moment."""
+        if self._spike is not None and report["outcome"] != "applied":
+            self._skipped.append(report["update"])
+
+    def take_event(self, trainer: pl.Trainer, event: RunEvent) -> None:
+        """Remember a spike, unless more of an earlier one is left."""
+        norm, threshold = event.details.get("norm"), event.details.get("clip_threshold")
+        if event.kind != "spike" or norm is None or threshold is None:
+            return
+        clipped = min(norm, threshold)
+        betas = _betas(trainer.optimizers[0]) if trainer.optimizers else None
+        kept = 0.0
+        if self._spike is not None and betas is not None:
+            kept = self._spike.norm * betas[0] ** self._age(event.update)
+        if clipped >= kept:
+            self._spike = _Spike(event.update, clipped)
+            self._skipped = []
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Remember the weights where this update is recorded."""
+        update = trainer.global_step + 1
+        if (update - 1) % self.every == 0:
+            remember_weights(trainer, optimizer, update)
+            self._due.append((update, optimizer))
+        elif self._is_fresh(optimizer, update):
+            self._due.append((update, optimizer))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Record moments and update."""
+        due, self._due = self._due, []
+        for update, optimizer in due:
+            place = next((at for at, each in enumerate(trainer.optimizers) if each is optimizer), 0)
+            prefix = f"{place}/" if len(trainer.optimizers) > 1 else ""
+            names = [f"{prefix}{name}" for name in group_names(optimizer)]
+            values: dict[str, Value] = {}
+            change = weight_change(trainer, optimizer, update)
+            if change is not None:
+                values |= {
+                    f"moments/update/{name}": each for name, each in zip(names, change[1], strict=True)
+                }
+            sums = _moment_sums(optimizer)
+            if sums is not None:
+                for name, first, second in zip(names, *sums, strict=True):
+                    values |= {f"moments/first/{name}": first.sqrt(), f"moments/second/{name}": second.sqrt()}
+                values |= self._follow_spike(optimizer, update, sums[0].sum().sqrt(), sums[1].sum())
+            self.record(trainer, update, values)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the spike that is followed."""
+        spike = None if self._spike is None else {"update": self._spike.update, "norm": self._spike.norm}
+        return {"spike": spike, "skipped": list(self._skipped)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Follow the spike on."""
+        spike = state_dict["spike"]
+        self._spike = None if spike is None else _Spike(spike["update"], spike["norm"])
+        self._skipped = list(state_dict["skipped"])
+
+    def _age(self, update: int) -> int:
+        """Return how many updates have changed the moments since the spike."""
+        if self._spike is None:
+            return 0
+        return update - self._spike.update - sum(each > self._spike.update for each in self._skipped)
+
+    def _is_fresh(self, optimizer: Optimizer, update: int) -> bool:
+        betas = _betas(optimizer)
+        return self._spike is not None and betas is not None and betas[0] ** self._age(update) > 0.1
+
+    def _follow_spike(
+        self, optimizer: Optimizer, update: int, first: Tensor, second: Tensor
+    ) -> dict[str, Tensor]:
+        betas, spike = _betas(optimizer), self._spike
+        if spike is None or betas is None or self._age(update) < 0:
+            return {}
+        beta1, beta2 = betas
+        age = self._age(update)
+        part = (1 - beta1) * beta1**age * spike.norm
+        square = (1 - beta2) * beta2**age * spike.norm**2
+        share = (part / first).clamp(max=1.0)
+        damped = (square / second).clamp(max=1.0)
+        if beta1**age < GONE**3 and beta2**age < GONE:
+            self._spike = None
+        return {
+            "moments/spike_in_first": share,
+            "moments/rate_factor": (1.0 - damped).sqrt(),
+            "moments/updates_until_gone": _until(share, GONE, beta1),
+            "moments/updates_until_rate": _until(damped, 1.0 - (1.0 - GONE) ** 2, beta2),
+        }
+
+
+def _until(part: Tensor, least: float, beta: float) -> Tensor:
+    """Return in how many updates a part that decays by `beta` is under `least`, the rest being steady."""
+    if beta <= 0:
+        return torch.zeros_like(part)
+    return (math.log(least) - part.clamp(min=1e-300).log()).div(math.log(beta)).clamp(min=0.0).ceil()
+
+
+def _betas(optimizer: Optimizer) -> tuple[float, float] | None:
+    betas = optimizer.param_groups[0].get("betas")
+    return None if betas is None else (float(betas[0]), float(betas[1]))
+
+
+@torch.no_grad()
+def _moment_sums(optimizer: Optimizer) -> tuple[Tensor, Tensor] | None:
+    """Return (G,) sums of squares of first moments and (G,) sums of second ones; None where none are kept."""
+    firsts: list[Tensor] = []
+    seconds: list[Tensor] = []
+    found = False
+    for group in optimizer.param_groups:
+        parameters = cast("list[Tensor]", group["params"])
+        states = [optimizer.state[each] for each in parameters if each in optimizer.state]
+        first = [local_gradient(state["exp_avg"]) for state in states if "exp_avg" in state]
+        second = [local_gradient(state["exp_avg_sq"]) for state in states if "exp_avg_sq" in state]
+        found |= bool(first and second)
+        device = parameters[0].device if parameters else torch.device("cpu")
+        nothing = torch.zeros((), dtype=torch.float64, device=device)
+        firsts.append(squared_norms([each.contiguous() for each in first])[:, 0].sum() if first else nothing)
+        sums = [each.sum(dtype=torch.float64) for each in second]
+        seconds.append(torch.stack(sums).sum() if sums else nothing)
+    if not found:
+        return None
+    result = torch.stack(firsts), torch.stack(seconds)
+    if any(is_sharded(each) for group in optimizer.param_groups for each in group["params"]):
+        for each in result:
+            agree(each, "sum")
+    return result

@@ -1,0 +1,133 @@
+"""Running micro-batches again to see what was in them, without leaving a trace in the run."""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from andrea_callbacks.gradients import is_sharded
+from andrea_callbacks.protocols import SequenceLosses, SumsLosses
+from andrea_callbacks.window import RandomState, UpdateWindow
+
+ReplayFunction = Callable[[pl.LightningModule, Any], Tensor]
+"""Takes the module and a micro-batch; returns losses (B,), one a sequence, or one 0-d loss, with their graph.
+
+Their sum is what the micro-batch was trained on, up to a factor that all micro-batches share.
+"""
+
+LossFunction = Callable[[Any], Tensor]
+
+NO_REPLAY = (
+    "attribution is not available: the module has no sequence_losses(micro_batch), and no replay= was given"
+)
+
+
+class ReplayUnavailable(Exception):  # noqa: N818 - nothing went wrong
+    """A module's updates cannot be run again; the message says why."""
+
+
+def loss_function(pl_module: pl.LightningModule, replay: ReplayFunction | None) -> LossFunction:
+    """Return what gives the losses of a micro-batch again. `training_step` is never run again.
+
+    Raises:
+        ReplayUnavailable: If the module offers nothing, and the user gave nothing.
+    """
+    if any(map(is_sharded, pl_module.parameters())):
+        raise ReplayUnavailable("attribution is not available: the parameters are sharded over ranks (FSDP2)")
+    if replay is not None:
+        given = replay
+        return lambda micro_batch: given(pl_module, micro_batch)
+    if isinstance(pl_module, SequenceLosses):
+        return pl_module.sequence_losses
+    if isinstance(pl_module, SumsLosses):
+        return pl_module.loss_sum
+    raise ReplayUnavailable(NO_REPLAY)
+
+
+@contextmanager
+def undisturbed(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Generator[None, None, None]:
+    """Run networks in the training step's precision; put random states, buffers and modes back afterwards."""
+    state = RandomState(pl_module.device)
+    generators = [(each, each.get_state()) for each in _generators(pl_module)]
+    buffers = [(each, each.clone()) for each in pl_module.buffers()]
+    modes = [(each, each.training) for each in pl_module.modules()]
+    try:
+        with torch.enable_grad(), trainer.precision_plugin.train_step_context():
+            yield
+    finally:
+        state.restore()
+        for generator, kept in generators:
+            generator.set_state(kept)
+        for module, was_training in modes:
+            module.training = was_training
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+
+def _generators(module: nn.Module) -> list[torch.Generator]:
+    found = (
+        value
+        for part in module.modules()
+        for value in vars(part).values()
+        if isinstance(value, torch.Generator)
+    )
+    return list({id(each): each for each in found}.values())
+
+
+def run_again(
+    losses_of: LossFunction, window: UpdateWindow, device: torch.device
+) -> Generator[tuple[int, Any, Callable[[], Tensor]], None, None]:
+    """Yield each micro-batch's number from 1, itself, and a call that runs it, in the order of training.
+
+    Each call must be made before the next micro-batch is asked for: with dropout the masks of the later ones
+    depend on the draws of those before. What a micro-batch drew is drawn again if it is run twice, also when
+    the window is run another time.
+    """
+    for number, (micro_batch, state) in enumerate(
+        zip(window.micro_batches, window.states, strict=True), start=1
+    ):
+        if state is not None:
+            state.restore()
+        start = RandomState(device) if state is None else state
+        window.states[number - 1] = start
+
+        def run(part: Any = micro_batch, before: RandomState = start) -> Tensor:
+            before.restore()
+            return losses_of(part)
+
+        yield number, micro_batch, run
+
+
+def trainable(module: nn.Module) -> tuple[list[str], list[Tensor]]:
+    """Return names and tensors of the parameters that take gradients, each once."""
+    named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+    return [name for name, _ in named], [each for _, each in named]
+
+
+def gradients_of(loss: Tensor, parameters: Sequence[Tensor], keep: bool = False) -> list[Tensor]:
+    """Return the gradients of a loss, zeros where a parameter has no part in it; `.grad` stays as it is.
+
+    Args:
+        loss: 0-d, with its graph.
+        parameters: P tensors.
+        keep: Whether the graph is used again.
+    """
+    if not loss.requires_grad:
+        return [torch.zeros_like(each) for each in parameters]
+    found = cast(
+        "tuple[Tensor | None, ...]",
+        torch.autograd.grad(loss, list(parameters), retain_graph=keep, allow_unused=True),
+    )
+    return [
+        torch.zeros_like(each) if gradient is None else _dense(gradient)
+        for each, gradient in zip(parameters, found, strict=True)
+    ]
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.layout != torch.strided else gradient

@@ -1,0 +1,401 @@
+"""Spikes of the gradient's norm or the loss, with the text that made them, before they reach the weights."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from andrea_callbacks.attribution import Attribution, attribute
+from andrea_callbacks.bundle import Bundle, bar_chart, write_bundle
+from andrea_callbacks.detector import SpikeDetector, Verdict, mixture
+from andrea_callbacks.events import RunEvent, publish_event
+from andrea_callbacks.gradients import optimizer_parameters
+from andrea_callbacks.host import HostCopy, agree, side_by_side
+from andrea_callbacks.identity import (
+    DecodeFunction,
+    decoder,
+    fields,
+    gathered,
+    identify,
+    row_numbers,
+    source_name,
+    spell,
+    text_of,
+)
+from andrea_callbacks.measuring import clip_threshold, measured_norm, remaining_scale
+from andrea_callbacks.protocols import NamesSources
+from andrea_callbacks.replay import ReplayFunction, ReplayUnavailable, loss_function
+from andrea_callbacks.scalars import add_text
+from andrea_callbacks.window import UpdateWindow, WindowCallback
+
+MOST_SOURCES = 256
+"""Sources told apart where no datamodule names them; the rest share the last place."""
+
+SHOWN = 10
+"""Sequences in the picture and in the text of a report."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Waiting:
+    """Figures on their way to the host."""
+
+    update: int
+    place: str
+    figures: HostCopy
+    window: UpdateWindow
+    optimizer: Optimizer
+
+
+class SpikeForensics(WindowCallback):
+    """Finds the sequences behind a spike of the gradient's norm or of the loss, and writes a report.
+
+    What is typical is learnt by a `SpikeDetector` for each mixture of sources that the batches show
+    (`source_id`, see `protocols`): a switch of sources is no spike, and a spike within a rare source is one.
+    On a spike the update's micro-batches are run again, one backward pass a sequence, through the module's
+    `sequence_losses(micro_batch)`, its `loss_sum(micro_batch)` (which tells micro-batches apart, and no
+    sequences), or `replay`; `training_step` never is. With none of these, and with sharded parameters, the
+    report says which sequences were in the update, and that attribution is not available.
+
+    Under automatic optimization and in modules that report their updates the loss is that of the whole
+    update; under somebody's own manual optimization the sum of what backward passes started from since the
+    last step. Each optimizer has statistics of its own. A report costs as much time as an update for each
+    sequence, and the memory of two more gradients.
+
+    On a CPU a report is made before the step. On an accelerator nothing waits: a spike is known during the
+    next update, and the replay runs on weights that are one update on; the report says so. With `wait` every
+    update waits for its norm, and the report is made before the step there too.
+
+    A report is a folder `reports/update-000412-spike` in the trainer's log folder: `report.json`,
+    `picture.svg`, `sequences.txt` where text can be decoded. A table goes to loggers that take text, one line
+    to the console, an event `spike` to callbacks that take events.
+
+    Args:
+        threshold: Standard deviations above the typical value, of its logarithm, that make a spike.
+        ratio: A norm must also be this many times the typical one.
+        loss_ratio: A loss must also be this many times the typical one; None watches the norm alone.
+        history: Updates that statistics are taken from.
+        min_history: Updates before anything is judged.
+        patience: After this many spikes in a row the level is taken for changed, and is learnt afresh.
+        max_reports: Most reports in any `per_updates` updates; further spikes are counted and told to other
+            callbacks.
+        per_updates: See `max_reports`.
+        wait: On an accelerator, wait for every norm.
+        replay: Takes module and micro-batch and returns losses, (B,) or 0-d, with their graph; up to a factor
+            common to all micro-batches, their sum must be what was trained on.
+        decode: Turns ids into text; the tokenizer of module or datamodule when left out.
+        folder: Where reports go, in place of the log folder.
+        name: Tells instances in the same trainer apart.
+
+    Raises:
+        ValueError: If an option is out of range; the message names it.
+
+    Metrics recorded:
+        train/spikes: Spikes so far.
+    """
+
+    def __init__(
+        self,
+        threshold: float = 5.0,
+        ratio: float = 2.0,
+        loss_ratio: float | None = 1.5,
+        history: int = 100,
+        min_history: int = 20,
+        patience: int = 25,
+        max_reports: int = 3,
+        per_updates: int = 1000,
+        wait: bool = False,
+        replay: ReplayFunction | None = None,
+        decode: DecodeFunction | None = None,
+        folder: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        try:
+            self._build: Callable[[float], SpikeDetector] = lambda least: SpikeDetector(
+                threshold, least, history, min_history, patience
+            )
+            for least in (ratio, loss_ratio):
+                self._build(1.0 if least is None else least)
+        except ValueError as error:
+            raise ValueError(f"SpikeForensics: {error}") from error
+        if max_reports < 0:
+            raise ValueError(f"SpikeForensics: max_reports must be at least 0, got {max_reports}")
+        if per_updates < 1:
+            raise ValueError(f"SpikeForensics: per_updates must be at least 1, got {per_updates}")
+        self.ratio = ratio
+        self.loss_ratio = loss_ratio
+        self.max_reports = max_reports
+        self.per_updates = per_updates
+        self.wait = wait
+        self.replay = replay
+        self.decode = decode
+        self.folder = folder
+        self.spikes = 0
+        """Spikes so far."""
+        self._detectors: dict[str, SpikeDetector] = {}
+        self._reported: list[int] = []
+        self._waiting: list[_Waiting] = []
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget an update that broke off."""
+        super().on_train_start(trainer, pl_module)
+        self._waiting.clear()
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Judge the update, or the one before where its figures have only arrived now."""
+        self._judge_waiting(trainer, pl_module)
+        place = next(
+            (str(at) for at, each in enumerate(trainer.optimizers) if each is optimizer), "0"
+        )  # trainer.optimizers are raw
+        waiting = _Waiting(
+            update=trainer.global_step + 1,
+            place=place,
+            figures=HostCopy(self._figures(trainer, optimizer)),
+            window=self.window,
+            optimizer=optimizer,
+        )
+        self.window.losses.clear()
+        if self.wait or _is_read_at_once(pl_module.device):
+            self._judge(trainer, pl_module, waiting, is_before=True)
+        else:
+            self._waiting.append(waiting)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Judge the epoch's last update."""
+        super().on_train_epoch_end(trainer, pl_module)
+        self._judge_waiting(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Judge the last update, and write what there is."""
+        self._judge_waiting(trainer, pl_module)
+        super().on_train_end(trainer, pl_module)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the statistics and what was reported."""
+        return {
+            "detectors": {name: each.state_dict() for name, each in self._detectors.items()},
+            "reported": list(self._reported),
+            "spikes": self.spikes,
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the statistics."""
+        self._detectors = {}
+        for name, state in state_dict["detectors"].items():
+            self._detector(name).load_state_dict(state)
+        self._reported = list(state_dict["reported"])
+        self.spikes = state_dict["spikes"]
+
+    def _figures(self, trainer: pl.Trainer, optimizer: Optimizer) -> Tensor:
+        """Return norm, loss and the tokens of each source, alike on all ranks."""
+        norm = measured_norm(trainer, optimizer).total.detach() / remaining_scale(trainer, optimizer)
+        loss = self.window_loss(trainer)
+        figures = side_by_side(norm, float("nan") if loss is None else loss)
+        agree(figures[1:], "mean")
+        tokens = self._tokens_of_sources(trainer, figures)
+        return figures if tokens is None else torch.cat([figures, agree(tokens, "sum")])
+
+    def _tokens_of_sources(self, trainer: pl.Trainer, like: Tensor) -> Tensor | None:
+        """Return the tokens of each source in the window, None where batches do not say their source."""
+        tokens: Tensor | None = None
+        for micro_batch in self.window.micro_batches:
+            batch = fields(micro_batch)
+            sources = batch.get("source_id")
+            if not isinstance(sources, Tensor) or sources.ndim != 1:
+                return None
+            if tokens is None:
+                datamodule = cast(Any, trainer).datamodule
+                known = isinstance(datamodule, NamesSources)
+                tokens = like.new_zeros(len(datamodule.source_names) if known else MOST_SOURCES)
+            mask = batch.get("valid_mask")
+            is_text = sources >= 0  # fillers have no source
+            weights = mask.sum(1) if isinstance(mask, Tensor) and mask.ndim == 2 else torch.ones_like(sources)
+            tokens.index_add_(0, sources.clamp(0, len(tokens) - 1), (weights * is_text).to(tokens.dtype))
+        return tokens
+
+    def _judge_waiting(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            self._judge(trainer, pl_module, each, is_before=False)
+
+    def _judge(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, waiting: _Waiting, is_before: bool
+    ) -> None:
+        norm, loss, *tokens = waiting.figures.read()
+        kind = mixture({source_name(trainer, at): count for at, count in enumerate(tokens) if count})
+        figures = {"norm": norm} | ({} if self.loss_ratio is None else {"loss": loss})
+        verdicts: dict[str, Verdict] = {}
+        for name, value in figures.items():
+            verdicts[name] = self._detector(f"{waiting.place}/{name}").judge(value, kind)
+        if not any(verdict.is_spike for verdict in verdicts.values()):
+            for name, value in figures.items():
+                self._detector(f"{waiting.place}/{name}").take_in(value, kind)
+        else:
+            self.spikes += 1
+            self._report(trainer, pl_module, waiting, is_before, figures, verdicts, kind)
+            self._follow_level(trainer, waiting, verdicts)
+        self.record(trainer, waiting.update, {"train/spikes": self.spikes})
+
+    def _follow_level(self, trainer: pl.Trainer, waiting: _Waiting, verdicts: dict[str, Verdict]) -> None:
+        for name, verdict in verdicts.items():
+            detector = self._detector(f"{waiting.place}/{name}")
+            if verdict.is_spike and detector.pass_over():
+                detector.start_afresh()
+                message = (
+                    f"update {waiting.update}: the {name} was a spike {detector.patience} times in a row; "
+                    "this is taken for its new level, which is learnt afresh"
+                )
+                rank_zero_info(message)
+                publish_event(trainer, RunEvent(kind="level", update=waiting.update, message=message))
+
+    def _report(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        waiting: _Waiting,
+        is_before: bool,
+        figures: dict[str, float],
+        verdicts: dict[str, Verdict],
+        kind: str,
+    ) -> None:
+        update = waiting.update
+        line = f"update {update}: " + ", ".join(
+            f"{name} {value:.3g} (typical {verdicts[name].typical:.3g})"
+            for name, value in figures.items()
+            if verdicts[name].is_spike
+        )
+        report: dict[str, Any] = {
+            "kind": "spike",
+            "update": update,
+            "mixture": kind,
+            **figures,
+            "typical": {name: verdict.typical for name, verdict in verdicts.items()},
+            "score": {name: verdict.score for name, verdict in verdicts.items()},
+            "clip_threshold": clip_threshold(trainer, pl_module),
+            "weights": "before the update" if is_before else "after the update, of which nothing was undone",
+        }
+        recent = [each for each in self._reported if update - self.per_updates < each <= update]
+        if len(recent) < self.max_reports:
+            self._reported = [*recent, update]
+            line += self._write(trainer, pl_module, waiting, is_before, figures["norm"], report, line)
+        rank_zero_info(line)
+        details = {key: report[key] for key in report if key not in ("kind", "update", "sequences")}
+        publish_event(trainer, RunEvent(kind="spike", update=update, message=line, details=details))
+
+    def _write(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        waiting: _Waiting,
+        is_before: bool,
+        norm: float,
+        report: dict[str, Any],
+        title: str,
+    ) -> str:
+        """Write the report of a spike and return what the console line says of its origin."""
+        attribution: Attribution | None = None
+        try:
+            attribution = self._attribute(trainer, pl_module, waiting, is_before, norm)
+            report["attribution"] = attribution.to_dict()
+        except ReplayUnavailable as reason:
+            report["attribution"] = {"unavailable": str(reason)}
+        report["sequences"] = gathered(_identities(trainer, waiting.window))
+        origin, bundle = "", Bundle(figures=report)
+        if attribution is not None and attribution.sequences:
+            first = attribution.sequences[0]
+            origin = f", {100 * first.share:.0f} % from {spell(first.identity)}"
+            if "place" in first.identity:
+                origin += f" ({first.identity['place']})"
+            shown = attribution.sequences[:SHOWN]
+            bundle.picture = bar_chart(
+                title + origin, [(spell(each.identity), 100 * each.share) for each in shown], " %"
+            )
+            decode = decoder(trainer, pl_module, self.decode)
+            bundle.texts = gathered(_texts(trainer, waiting.window, attribution, decode))
+            add_text(trainer, "spike", _table(title + origin, attribution), waiting.update)
+        place = write_bundle(trainer, self.folder, f"update-{waiting.update:06d}-spike", bundle)
+        report["report"] = place
+        return origin + (f"; report: {place}" if place else "")
+
+    def _attribute(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        waiting: _Waiting,
+        is_before: bool,
+        norm: float,
+    ) -> Attribution:
+        losses_of = loss_function(pl_module, self.replay)
+        if not waiting.window.is_whole or not waiting.window.micro_batches:
+            raise ReplayUnavailable("attribution is not available: the micro-batches are not all at hand")
+        parameters = [each for each in optimizer_parameters(waiting.optimizer) if each.requires_grad]
+        whole: list[Tensor] | None = None
+        if is_before:
+            scale = remaining_scale(trainer, waiting.optimizer)
+            whole = [
+                torch.zeros_like(each) if each.grad is None else each.grad.detach().to_dense() / scale
+                for each in parameters
+            ]
+        return attribute(trainer, pl_module, waiting.window, losses_of, parameters, whole, norm)
+
+    def _detector(self, name: str) -> SpikeDetector:
+        if name not in self._detectors:
+            least = self.ratio if name.endswith("/norm") else self.loss_ratio
+            self._detectors[name] = self._build(1.0 if least is None else least)
+        return self._detectors[name]
+
+
+def _is_read_at_once(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def _identities(trainer: pl.Trainer, window: UpdateWindow) -> list[dict[str, Any]]:
+    """Return what is known of this rank's sequences, or of its micro-batches where they have no rows."""
+    found: list[dict[str, Any]] = []
+    for number, micro_batch in enumerate(window.micro_batches, start=1):
+        rows = row_numbers(micro_batch, "document_id") or row_numbers(micro_batch, "source_id")
+        places = range(len(rows)) if rows else [None]
+        found += [identify(trainer, micro_batch, number, row) for row in places]
+    return found
+
+
+def _texts(
+    trainer: pl.Trainer, window: UpdateWindow, attribution: Attribution, decode: DecodeFunction | None
+) -> list[tuple[str, str]]:
+    """Return headings and texts of this rank's sequences among the first."""
+    texts: list[tuple[str, str]] = []
+    for part in attribution.sequences[:SHOWN]:
+        identity = part.identity
+        if identity["rank"] != trainer.global_rank or "row" not in identity:
+            continue
+        text = text_of(window.micro_batches[identity["micro_batch"] - 1], identity["row"] - 1, decode)
+        if text is not None:
+            place = f" ({identity['place']})" if "place" in identity else ""
+            texts.append((f"{100 * part.share:.1f} %  {spell(identity)}{place}", text))
+    return texts
+
+
+def _table(title: str, attribution: Attribution) -> str:
+    """Return a Markdown table of the parts."""
+    lines = [title, "", "| part | share | norm | cosine | norm without it |", "|---|---|---|---|---|"]
+    for part in [*attribution.sources, *attribution.sequences[:SHOWN]]:
+        name = spell(part.identity) if "micro_batch" in part.identity else f"source {part.identity['source']}"
+        lines.append(
+            f"| {name} | {100 * part.share:.1f} % | {part.norm:.3g} | {part.cosine:.3f} "
+            f"| {part.without:.3g} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,219 @@
+"""How fast a run is, and where an update's time goes."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from andrea_callbacks.host import HostCopy, agree, widest
+from andrea_callbacks.identity import fields
+from andrea_callbacks.protocols import CountsTokens, HoldsMicroBatches, ReportsUpdates, SaysFlops
+from andrea_callbacks.updates import ReportCallback
+
+PHASES: tuple[str, ...] = ("data", "forward", "backward", "clip", "step", "other")
+
+
+class _Clock:
+    """Marks moments: on the host, and on a CUDA device where the work is done later than it is asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+
+    def mark(self) -> Any:
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        if self._is_cuda:
+            end.synchronize()
+            return start.elapsed_time(end) / 1000.0
+        return end - start
+
+
+class Throughput(ReportCallback):
+    """Records tokens a second, padding, and the seconds of an update's phases, as means over `every` updates.
+
+    The phases: `data`, waiting for the batch, on the host; `forward` and `backward`; `clip` and `step`, which
+    can be told apart with a module that reports its own clip, and are both in `step` with any other; `other`,
+    the rest between two batches, validation, checkpoints and callbacks included. On a CUDA device, times
+    other than `data` and `clip` are the device's, read every `every` updates; on other accelerators the
+    host's, which asks for work before it is done. A validation's time is in `other`, and not in tokens a
+    second.
+
+    Tokens are label tokens as the module reports them, or counts them (`count_tokens(micro_batch)`), or as
+    batches say (`num_tokens`); the padding is known where batches have a `valid_mask`, FLOP/s where the
+    module says its `flops_per_token`. What is not known is absent.
+
+    Args:
+        every: Updates that a record is made of.
+        name: Tells instances in the same trainer apart.
+
+    Raises:
+        ValueError: If `every` is less than 1.
+
+    Metrics recorded:
+        throughput/tokens_per_second: Label tokens over all ranks.
+        throughput/updates_per_second: Updates.
+        throughput/padding_share: Share of places that are padding.
+        throughput/flops_per_second: Achieved by all ranks together.
+        throughput/seconds_<phase>: Mean seconds an update.
+    """
+
+    def __init__(self, every: int = 25, name: str | None = None) -> None:
+        super().__init__(name=name)
+        if every < 1:
+            raise ValueError(f"Throughput: every must be at least 1 update, got {every}")
+        self.every = every
+        self._clock = _Clock(torch.device("cpu"))
+        self._begin()
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock."""
+        self._clock = _Clock(pl_module.device)
+        self._begin(trainer.global_step)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """The batch is there."""
+        if self._ended is not None:
+            self._data += time.perf_counter() - self._ended
+        self._mark = self._clock.mark()
+        parts: list[Any] = list(batch.micro_batches) if isinstance(batch, HoldsMicroBatches) else [batch]
+        for micro_batch in parts:
+            self._count(pl_module, micro_batch)
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """A forward pass is over."""
+        self._pass("forward")
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A backward pass is over."""
+        self._pass("backward")
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Clip and step begin."""
+        self._pass("other")
+
+    @override
+    def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
+        """Take the module's own figures."""
+        self._clip += report.get("clip_seconds", 0.0)
+        self._tokens += report["tokens"]
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Clip and step are over; record when it is time."""
+        if trainer.global_step != self._step:
+            self._updates += 1
+            self._step = trainer.global_step
+            self._pass("step")
+        else:
+            self._pass("other")
+        self._ended = time.perf_counter()
+        if self._updates >= self.every:
+            self._report(trainer, pl_module)
+            self._begin(self._step)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop the clock while the run is validated."""
+        super().on_validation_start(trainer, pl_module)
+        self._paused = time.perf_counter()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Go on."""
+        pause = time.perf_counter() - self._paused
+        self._since += pause
+        if self._ended is not None:
+            self._ended += pause
+
+    def _begin(self, step: int | None = None) -> None:
+        self._since = time.perf_counter()
+        self._step = 0 if step is None else step
+        self._updates = 0
+        self._tokens: int = 0
+        self._counted: Tensor | None = None
+        self._valid: Tensor | None = None
+        self._places = 0
+        self._data = 0.0
+        self._clip = 0.0
+        self._spans: list[tuple[str, Any, Any]] = []
+        self._mark: Any = None
+        self._paused = self._since
+        self._ended: float | None = self._since if step is not None else None
+
+    def _pass(self, phase: str) -> None:
+        now = self._clock.mark()
+        if self._mark is not None:
+            self._spans.append((phase, self._mark, now))
+        self._mark = now
+
+    def _count(self, pl_module: pl.LightningModule, micro_batch: Any) -> None:
+        batch = fields(micro_batch)
+        if not isinstance(pl_module, ReportsUpdates):
+            counted = batch.get("num_tokens")
+            if isinstance(pl_module, CountsTokens):
+                counted = pl_module.count_tokens(micro_batch)
+            if isinstance(counted, Tensor):
+                self._counted = counted if self._counted is None else self._counted + counted
+            elif counted is not None:
+                self._tokens += counted
+        mask = batch.get("valid_mask")
+        if isinstance(mask, Tensor):
+            self._places += mask.numel()
+            valid = mask.sum()
+            self._valid = valid if self._valid is None else self._valid + valid
+
+    def _report(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        elapsed = time.perf_counter() - self._since
+        reports = isinstance(pl_module, ReportsUpdates)
+        tokens, valid, places = self._totals(pl_module.device, reports)
+        seconds = dict.fromkeys(PHASES, 0.0)
+        for phase, start, end in self._spans:
+            seconds[phase] += self._clock.seconds(start, end)
+        seconds["data"] = self._data
+        seconds["other"] = max(elapsed - sum(seconds[each] for each in PHASES if each != "other"), 0.0)
+        if reports:
+            seconds["clip"] = self._clip
+            seconds["step"] = max(seconds["step"] - self._clip, 0.0)
+        else:
+            del seconds["clip"]
+        values = {f"throughput/seconds_{phase}": each / self._updates for phase, each in seconds.items()}
+        values["throughput/updates_per_second"] = self._updates / elapsed
+        if tokens:
+            values["throughput/tokens_per_second"] = tokens / elapsed
+            if isinstance(pl_module, SaysFlops):
+                values["throughput/flops_per_second"] = pl_module.flops_per_token * tokens / elapsed
+        if places:
+            values["throughput/padding_share"] = 1.0 - valid / places
+        self.record(trainer, trainer.global_step, values)
+
+    def _totals(self, device: torch.device, is_global: bool) -> list[float]:
+        """Return tokens, valid tokens and places over all ranks; the tokens are that already if reported."""
+        own = torch.zeros(3, dtype=widest(device), device=device)
+        own[0] += self._tokens
+        for place, counted in ((0, self._counted), (1, self._valid)):
+            if counted is not None:
+                own[place] += counted
+        own[2] += self._places
+        agree(own[1:] if is_global else own, "sum")
+        return HostCopy(own).read()

@@ -1,0 +1,148 @@
+"""The micro-batches of the update that is being made, so that it can be told what went into it.
+
+on_train_batch_start ──> micro-batches, random state      a Window's own, or one batch after the other where
+on_before_backward   ──> losses                            Lightning or somebody's training_step accumulates
+on_train_batch_end   ──> the update is over once global_step moved
+"""
+
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from andrea_callbacks.host import widest
+from andrea_callbacks.measuring import scaler_of
+from andrea_callbacks.protocols import HoldsMicroBatches
+from andrea_callbacks.updates import ReportCallback
+
+MOST_BATCHES = 64
+"""Batches kept while no optimizer steps, unless Lightning is told to accumulate more."""
+
+
+class RandomState:
+    """The states of all generators that a network may draw from.
+
+    Args:
+        device: Besides the host's, the generator of this device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._python = random.getstate()
+        self._torch = torch.get_rng_state()
+        self._device: Any = None
+        if device.type in ("cuda", "xpu", "mps"):
+            self._device = torch.get_device_module(device)
+            self._of_device = self._device.get_rng_state()
+        numpy = sys.modules.get("numpy")
+        self._numpy: Any = None if numpy is None else numpy.random.get_state()
+
+    def restore(self) -> None:
+        """Go back to these states."""
+        random.setstate(self._python)
+        torch.set_rng_state(self._torch)
+        if self._device is not None:
+            self._device.set_rng_state(self._of_device)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+@dataclass(slots=True, kw_only=True)
+class UpdateWindow:
+    """What went into an update."""
+
+    number: int = 0
+    """The update, from 1."""
+    micro_batches: list[Any] = field(default_factory=list[Any])
+    """On the module's device."""
+    states: list[RandomState | None] = field(default_factory=list[RandomState | None])
+    """The random state before each micro-batch, None where it is that which the one before left."""
+    losses: list[Tensor] = field(default_factory=list[Tensor])
+    """What backward passes started from, 0-d, on the device; with a GradScaler still scaled."""
+    is_whole: bool = True
+    """Whether all micro-batches are here."""
+
+
+class WindowCallback(ReportCallback):
+    """A callback that knows the micro-batches of the update which is being made.
+
+    Args:
+        keeps_batches: Whether micro-batches and random states are kept, or losses alone.
+        name: Tells instances in the same trainer apart.
+    """
+
+    def __init__(self, keeps_batches: bool = True, name: str | None = None) -> None:
+        super().__init__(name)
+        self._keeps_batches = keeps_batches
+        self.window = UpdateWindow()
+        """The update that is being made."""
+        self.previous = UpdateWindow()
+        """The update before, whose outcome may not be known yet."""
+        self._step = 0
+
+    @override
+    def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
+        """Take the report of an update; nothing is done with it here."""
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget an update that broke off."""
+        self.window, self.previous = UpdateWindow(), UpdateWindow()
+        self._step = trainer.global_step
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the micro-batches and the random state that they start from."""
+        window = self.window
+        window.number = trainer.global_step + 1
+        if not self._keeps_batches:
+            return
+        parts: list[Any] = list(batch.micro_batches) if isinstance(batch, HoldsMicroBatches) else [batch]
+        most = max(MOST_BATCHES, trainer.accumulate_grad_batches, len(parts))
+        if len(window.micro_batches) + len(parts) > most:  # somebody steps where nobody can see it
+            window.micro_batches.clear()
+            window.states.clear()
+            window.losses.clear()
+            window.is_whole = False
+        window.micro_batches += parts
+        window.states += [RandomState(pl_module.device), *[None] * (len(parts) - 1)]
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """Keep a loss, without waiting for it."""
+        if len(self.window.losses) >= 100_000:
+            self.window.losses.clear()
+        self.window.losses.append(loss.detach())
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Start a new update if an optimizer stepped."""
+        if trainer.global_step != self._step:
+            self._step = trainer.global_step
+            self.previous, self.window = self.window, UpdateWindow()
+
+    def window_loss(self, trainer: pl.Trainer) -> Tensor | None:
+        """Return what this rank's backward passes started from since the last step, added up and unscaled."""
+        losses = [each.to(widest(each.device)) for each in self.window.losses if not each.ndim]
+        scaler = scaler_of(trainer)
+        if not losses:
+            return None
+        total = torch.stack(losses).sum()
+        return total if scaler is None else total / scaler.get_scale()
+
+    def window_of(self, update: int) -> UpdateWindow | None:
+        """Return the window of an update, None where it is gone or was never whole."""
+        for window in (self.window, self.previous):
+            first = window.number
+            if window.micro_batches and window.is_whole and first <= update:
+                return window
+        return None
