@@ -127,7 +127,7 @@ def _replayed(
     """Return the gradient of the whole window, over all ranks."""
     total = [torch.zeros_like(each) for each in parameters]
     for _, _, run in run_again(losses_of, window, pl_module.device):
-        _add(total, _gradient(run, None, parameters)[1])
+        _add(total, _gradient(run, None, parameters))
     return _over_ranks(total)
 
 
@@ -143,15 +143,16 @@ def _sequences(
     for number, micro_batch, run in run_again(losses_of, window, pl_module.device):
         with torch.enable_grad():
             losses = run()
+            each_loss = losses.unbind() if losses.ndim else (losses,)
         if not losses.ndim:
             gradient = gradients_of(losses, parameters)
             identity = identify(trainer, micro_batch, number, None)
-            parts.append(ruler.part(identity, float(losses), gradient))
+            parts.append(ruler.part(identity, float(losses.detach()), gradient))
             continue
-        for row in range(len(losses)):
-            gradient = gradients_of(losses[row], parameters, keep=row + 1 < len(losses))
+        for row, loss in enumerate(each_loss):
+            gradient = gradients_of(loss, parameters, keep=row + 1 < len(losses))
             identity = identify(trainer, micro_batch, number, row)
-            parts.append(ruler.part(identity, float(losses[row]), gradient))
+            parts.append(ruler.part(identity, float(loss.detach()), gradient))
     return parts
 
 
@@ -176,17 +177,17 @@ def _sources(
         total = [torch.zeros_like(each) for each in parameters]
         for number, _, run in run_again(losses_of, window, pl_module.device):
             if number in rows:
-                _add(total, _gradient(run, rows[number], parameters)[1])
+                _add(total, _gradient(run, rows[number], parameters))
         loss = sum(part.loss for part in sequences if part.identity.get("source") == name)
         parts.append(ruler.part({"source": name}, loss, _over_ranks(total)))
     return parts
 
 
-def _gradient(run: Any, rows: list[int] | None, parameters: list[Tensor]) -> tuple[float, list[Tensor]]:
+def _gradient(run: Any, rows: list[int] | None, parameters: list[Tensor]) -> list[Tensor]:
     with torch.enable_grad():
         losses = run()
         loss = losses.sum() if rows is None else losses[rows].sum()
-    return float(loss), gradients_of(loss, parameters)
+    return gradients_of(loss, parameters)
 
 
 def _add(total: list[Tensor], gradient: list[Tensor]) -> None:

@@ -17,6 +17,7 @@ from andrea_callbacks.gradients import GradientNorm, optimizer_parameters
 from andrea_callbacks.measuring import (
     automatic_coefficient,
     clip_threshold,
+    is_due,
     measured_norm,
     remaining_scale,
 )
@@ -122,17 +123,17 @@ class PreClipNorm(ReportCallback):
     ) -> None:
         """Measure the norm where the module does not report it, and every now and then its parts."""
         update = trainer.global_step + 1
-        is_due = (update - 1) % self.every == 0
+        due = is_due(trainer, update, self.every)
         reports = isinstance(pl_module, ReportsUpdates)
         self._note_received()
-        if reports and not is_due:
+        if reports and not due:
             return
         norm = measured_norm(trainer, optimizer)
         scale = remaining_scale(trainer, optimizer)
         if not reports:
             total = norm.total / scale
             self._record(trainer, update, total, automatic_coefficient(trainer, pl_module, total))
-        if is_due:
+        if due:
             self.record(trainer, update, self._parts(trainer, pl_module, optimizer, norm, scale))
             remember_weights(trainer, optimizer, update)
             self._due.append((update, optimizer))

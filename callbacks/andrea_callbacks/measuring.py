@@ -33,6 +33,14 @@ def measured_norm(trainer: pl.Trainer, optimizer: Optimizer) -> GradientNorm:
     return norm
 
 
+def is_due(trainer: pl.Trainer, update: int, every: int) -> bool:
+    """Say whether an update is one of those recorded in detail: the first of every `every`.
+
+    Optimizers that step in turns are each due as often.
+    """
+    return (update - 1) // max(len(trainer.optimizers), 1) % every == 0
+
+
 def scaler_of(trainer: pl.Trainer) -> torch.amp.GradScaler | None:
     """Return the trainer's GradScaler, None where there is none."""
     return getattr(trainer.precision_plugin, "scaler", None)

@@ -18,6 +18,7 @@ from typing_extensions import override
 from andrea_callbacks.events import RunEvent
 from andrea_callbacks.gradients import is_sharded, local_gradient, squared_norms
 from andrea_callbacks.host import agree
+from andrea_callbacks.measuring import is_due
 from andrea_callbacks.scalars import Value
 from andrea_callbacks.updates import ReportCallback
 from andrea_callbacks.weights import forget_weights, group_names, remember_weights, weight_change
@@ -197,7 +198,7 @@ class MomentMonitor(ReportCallback):
     ) -> None:
         """Remember the weights where this update is recorded."""
         update = trainer.global_step + 1
-        if (update - 1) % self.every == 0:
+        if is_due(trainer, update, self.every):
             remember_weights(trainer, optimizer, update)
             self._due.append((update, optimizer))
         elif self._is_fresh(optimizer, update):

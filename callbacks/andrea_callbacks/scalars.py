@@ -76,7 +76,7 @@ def to_host(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def add_text(trainer: pl.Trainer, name: str, text: str, step: int) -> None:
     """Give a text, in Markdown, to the loggers that take text, such as TensorBoard's; on rank zero."""
     for logger in trainer.loggers if trainer.is_global_zero else []:
-        add = getattr(cast(Any, logger).experiment, "add_text", None)
+        add = getattr(getattr(logger, "experiment", None), "add_text", None)
         if callable(add):
             add(name, text, step)
 

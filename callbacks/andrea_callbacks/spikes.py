@@ -120,10 +120,11 @@ class SpikeForensics(WindowCallback):
             self._build: Callable[[float], SpikeDetector] = lambda least: SpikeDetector(
                 threshold, least, history, min_history, patience
             )
-            for least in (ratio, loss_ratio):
-                self._build(1.0 if least is None else least)
+            self._build(ratio)
         except ValueError as error:
             raise ValueError(f"SpikeForensics: {error}") from error
+        if loss_ratio is not None and not loss_ratio >= 1:
+            raise ValueError(f"SpikeForensics: loss_ratio must be at least 1, got {loss_ratio}")
         if max_reports < 0:
             raise ValueError(f"SpikeForensics: max_reports must be at least 0, got {max_reports}")
         if per_updates < 1:

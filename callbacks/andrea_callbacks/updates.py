@@ -82,14 +82,17 @@ class EpochSummary(ReportCallback):
     The five figures are in `last` too: `loss` (token mean), `tokens`, `updates`, `last_grad_norm` (before
     clipping), `last_used_lr`. They are continued when a run is resumed within an epoch.
 
+    Args:
+        name: Tells instances in the same trainer apart.
+
     Metrics recorded:
         epoch/loss: Token mean over the epoch.
         epoch/tokens: Label tokens of the epoch.
         epoch/updates: Updates that changed weights.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name)
         self.last: dict[str, float | int] = {}
         self._reports: list[tuple[Any, int]] = []
         self._loss_sum = 0.0

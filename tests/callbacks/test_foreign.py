@@ -1,6 +1,5 @@
-"""The callbacks in a project that knows nothing of ours: automatic and manual optimization."""
+"""All callbacks in projects that know nothing of ours: automatic and manual optimization."""
 
-import math
 import subprocess
 import sys
 from typing import Any
@@ -8,75 +7,70 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from lightning.pytorch.demos import transformer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-from andrea_callbacks import FiniteGuard, PreClipNorm
+from andrea_callbacks import FiniteGuard, PreClipNorm, read_journal
+from projects import PROJECTS, BoringAdam, Norms, everything, loader_of, scaler_plugin, train
 from toy import RowLogger, build_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:Precision 16-mixed is not supported"),
+    pytest.mark.filterwarnings("ignore::andrea_callbacks.ClipWarning"),
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
 ]
 
 
-class Norms(pl.Callback):
-    """Compute the norm of every optimizer step independently, in float64."""
-
-    def __init__(self) -> None:
-        self.norms: list[float] = []
-        self.after: list[float] = []
-
-    @staticmethod
-    def measure(module: Any) -> float:
-        return math.sqrt(
-            sum(float(p.grad.double().square().sum()) for p in module.parameters() if p.grad is not None)
-        )
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.norms.append(self.measure(pl_module))
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        if trainer.global_step > len(self.after):
-            self.after.append(self.measure(pl_module))
+@pytest.fixture(autouse=True)
+def no_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo transformer's `prepare_data` fetches a text that it is not trained on here."""
+    monkeypatch.setattr(transformer, "WikiText2", lambda download: None)
 
 
-def run(module: Any, callbacks: list[Any], **options: Any) -> RowLogger:
-    logger = RowLogger()
-    torch.manual_seed(0)
-    trainer = build_trainer(
-        callbacks=callbacks, logger=logger, limit_train_batches=8, limit_val_batches=0, **options
-    )
-    trainer.fit(module)
-    return logger
+@pytest.mark.parametrize("name", PROJECTS)
+def test_all_callbacks_at_once(name: str) -> None:
+    """Norms agree with float64, every update is in log and journal once, and nothing changes the weights."""
+    logger, norms = RowLogger(), Norms()
+    module = train(name, [*everything(), norms], logger=logger)
+    found = logger.series("train/grad_norm")
+    assert [step for step, _ in found] == list(range(1, len(norms.norms) + 1))
+    assert [value for _, value in found] == pytest.approx(norms.norms, rel=1e-6)
+    rows = [row for row in read_journal("journal.jsonl") if row["kind"] == "update"]
+    assert [row["update"] for row in rows] == list(range(1, len(norms.norms) + 1))
+    assert [row["grad_norm"] for row in rows] == pytest.approx(norms.norms, rel=1e-6)
+    assert all(row["loss"] > 0 for row in rows)
+    assert {value for _, value in logger.series("train/nonfinite")} == {0.0}
+    watched = [each.detach().clone() for each in module.parameters()]
+    alone = train(name, [])
+    assert all(torch.equal(one, two) for one, two in zip(watched, alone.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"accumulate_grad_batches": 4},
-        {"gradient_clip_val": 0.5},
-        {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0},
-    ],
-)
-def test_automatic_optimization(options: Any) -> None:
-    norms, clip = Norms(), PreClipNorm()
-    logger = run(BoringModel(), [clip, norms, FiniteGuard()], **options)
-    steps = list(range(1, 1 + 8 // options.get("accumulate_grad_batches", 1)))
-    assert logger.series("train/grad_norm") == [
-        (step, pytest.approx(norm, rel=1e-6)) for step, norm in zip(steps, norms.norms, strict=True)
-    ]
+@pytest.mark.parametrize("name", [name for name in PROJECTS if "manual" not in name])
+def test_clip_under_automatic_optimization(name: str) -> None:
+    logger, norms = RowLogger(), Norms()
+    train(name, [PreClipNorm(), norms], logger=logger)
+    max_norm = PROJECTS[name][1]().get("gradient_clip_val", float("inf"))
     clipped = [value for _, value in logger.series("train/grad_norm_clipped")]
-    assert clipped == pytest.approx(norms.after, rel=1e-5)
-    max_norm = options.get("gradient_clip_val", math.inf)
+    assert clipped == pytest.approx([min(norm, max_norm) for norm in norms.norms], rel=2e-6)
+    if "16-mixed" not in name:
+        assert clipped == pytest.approx(norms.after, rel=1e-5)
     bitten = [norm > max_norm for norm in norms.norms]
     assert logger.series("train/clipped_share")[-1][1] == pytest.approx(sum(bitten) / len(bitten))
-    assert {value for _, value in logger.series("train/nonfinite")} == {0.0}
+
+
+@pytest.mark.parametrize("name", [name for name in PROJECTS if "manual" in name])
+def test_clip_of_others_is_not_guessed(name: str) -> None:
+    logger = RowLogger()
+    train(name, [PreClipNorm()], logger=logger)
+    for scalar in ("grad_norm_clipped", "clip_coefficient", "clipped_share", "clip_threshold"):
+        assert logger.series(f"train/{scalar}") == []
 
 
 def test_clip_by_value_is_not_guessed() -> None:
-    logger = run(BoringModel(), [PreClipNorm()], gradient_clip_val=0.1, gradient_clip_algorithm="value")
-    assert len(logger.series("train/grad_norm")) == 8
+    logger = RowLogger()
+    train("boring", [PreClipNorm()], logger=logger, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+    assert len(logger.series("train/grad_norm")) == 16
     assert logger.series("train/clip_coefficient") == []
 
 
@@ -85,36 +79,39 @@ def test_own_clipping_is_not_guessed() -> None:
         def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
             pass
 
-    logger = run(Own(), [PreClipNorm()])
-    assert len(logger.series("train/grad_norm")) == 8
+    logger = RowLogger()
+    trainer = build_trainer(callbacks=[PreClipNorm()], logger=logger, limit_train_batches=4)
+    trainer.fit(Own(), loader_of("boring"))
+    assert len(logger.series("train/grad_norm")) == 4
     assert logger.series("train/grad_norm_clipped") == []
-
-
-def test_manual_optimization() -> None:
-    norms = Norms()
-    logger = run(ManualOptimBoringModel(), [PreClipNorm(), FiniteGuard(), norms])
-    assert [value for _, value in logger.series("train/grad_norm")] == pytest.approx(norms.norms, rel=1e-6)
-    assert logger.series("train/clip_coefficient") == []
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_under_a_scaler(fused: bool) -> None:
     """The norm is that of the true gradient, also where a fused optimizer leaves it scaled."""
-    from lightning.pytorch.plugins.precision import MixedPrecision
 
-    class Adam(BoringModel):
-        def __init__(self) -> None:
-            torch.manual_seed(1)
-            super().__init__()
-
+    class Adam(BoringAdam):
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=fused)
 
-    scaled = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
-    plain = MixedPrecision("bf16-mixed", "cpu")
-    rows = [run(Adam(), [PreClipNorm(), FiniteGuard()], plugins=[each]) for each in (scaled, plain)]
-    values = [[value for _, value in logger.series("train/grad_norm")] for logger in rows]
+    values = []
+    for plugin in (scaler_plugin(), pl.plugins.precision.MixedPrecision("bf16-mixed", "cpu")):
+        torch.manual_seed(1)
+        logger, module = RowLogger(), Adam()
+        trainer = build_trainer(
+            callbacks=[PreClipNorm(), FiniteGuard()], logger=logger, plugins=[plugin], limit_train_batches=8
+        )
+        trainer.fit(module, loader_of("boring"))
+        values.append([value for _, value in logger.series("train/grad_norm")])
     assert values[0] == pytest.approx(values[1], rel=0.02)
+
+
+def test_two_optimizers_have_names_of_their_own() -> None:
+    logger = RowLogger()
+    train("manual two optimizers", everything(), logger=logger)
+    names = {name for _, row in logger.rows for name in row}
+    assert {"grad_norm_group/0/0", "grad_norm_group/1/0"} <= names
+    assert {"moments/first/0/0", "moments/update/1/0"} <= names
 
 
 def test_nothing_of_andrea_pl_is_imported() -> None:
