@@ -26,11 +26,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pairs import describe
 from torch import Tensor
 
 from andrea_pl import RoPELanguageModel, TransformerConfig
 from andrea_pl.optim import Clipper
+from pairs import describe
 
 TOKENS, MAX_NORM, NORM = 8192.0, 1.0, 3.0
 SHAPES = {

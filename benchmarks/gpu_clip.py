@@ -27,7 +27,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from pairs import describe
 
 from andrea_pl import (
     ClipSingleDeviceStrategy,
@@ -39,6 +38,7 @@ from andrea_pl import (
 )
 from andrea_pl.optim import Clipper
 from andrea_pl.optim.extension import load_extension
+from pairs import describe
 
 SHAPES = {
     "12M": TransformerConfig(vocab_size=2305, block_size=1024, d_model=384, n_heads=12, n_layers=6),

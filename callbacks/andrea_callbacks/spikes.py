@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from andrea_callbacks.attribution import Attribution, attribute
 from andrea_callbacks.bundle import Bundle, bar_chart, write_bundle
-from andrea_callbacks.detector import SpikeDetector, Verdict, mixture
+from andrea_callbacks.detector import Circumstances, MixtureTracker, SpikeDetector, Verdict
 from andrea_callbacks.events import RunEvent, publish_event
 from andrea_callbacks.gradients import optimizer_parameters
 from andrea_callbacks.host import HostCopy, agree, side_by_side
@@ -56,7 +56,8 @@ class SpikeForensics(WindowCallback):
     """Finds the sequences behind a spike of the gradient's norm or of the loss, and writes a report.
 
     What is typical is learnt by a `SpikeDetector` for each mixture of sources that the batches show
-    (`source_id`, see `protocols`): a switch of sources is no spike, and a spike within a rare source is one.
+    (`source_id`, see `protocols`), and for the updates after a switch of sources: the switch is no spike, and
+    a spike within a rare source is one.
     On a spike the update's micro-batches are run again, one backward pass a sequence, through the module's
     `sequence_losses(micro_batch)`, its `loss_sum(micro_batch)` (which tells micro-batches apart, and no
     sequences), or `replay`; `training_step` never is. With none of these, and with sharded parameters, the
@@ -101,7 +102,7 @@ class SpikeForensics(WindowCallback):
 
     def __init__(
         self,
-        threshold: float = 5.0,
+        threshold: float = 4.0,
         ratio: float = 2.0,
         loss_ratio: float | None = 1.5,
         history: int = 100,
@@ -140,6 +141,7 @@ class SpikeForensics(WindowCallback):
         self.spikes = 0
         """Spikes so far."""
         self._detectors: dict[str, SpikeDetector] = {}
+        self._mixtures = MixtureTracker()
         self._reported: list[int] = []
         self._waiting: list[_Waiting] = []
 
@@ -188,6 +190,7 @@ class SpikeForensics(WindowCallback):
         """Return the statistics and what was reported."""
         return {
             "detectors": {name: each.state_dict() for name, each in self._detectors.items()},
+            "mixture": dict(self._mixtures.mean),
             "reported": list(self._reported),
             "spikes": self.spikes,
         }
@@ -198,6 +201,7 @@ class SpikeForensics(WindowCallback):
         self._detectors = {}
         for name, state in state_dict["detectors"].items():
             self._detector(name).load_state_dict(state)
+        self._mixtures.mean = dict(state_dict["mixture"])
         self._reported = list(state_dict["reported"])
         self.spikes = state_dict["spikes"]
 
@@ -237,17 +241,19 @@ class SpikeForensics(WindowCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, waiting: _Waiting, is_before: bool
     ) -> None:
         norm, loss, *tokens = waiting.figures.read()
-        kind = mixture({source_name(trainer, at): count for at, count in enumerate(tokens) if count})
+        of = self._mixtures.follow(
+            {source_name(trainer, at): count for at, count in enumerate(tokens) if count}
+        )
         figures = {"norm": norm} | ({} if self.loss_ratio is None else {"loss": loss})
         verdicts: dict[str, Verdict] = {}
         for name, value in figures.items():
-            verdicts[name] = self._detector(f"{waiting.place}/{name}").judge(value, kind)
+            verdicts[name] = self._detector(f"{waiting.place}/{name}").judge(value, of)
         if not any(verdict.is_spike for verdict in verdicts.values()):
             for name, value in figures.items():
-                self._detector(f"{waiting.place}/{name}").take_in(value, kind)
+                self._detector(f"{waiting.place}/{name}").take_in(value, of)
         else:
             self.spikes += 1
-            self._report(trainer, pl_module, waiting, is_before, figures, verdicts, kind)
+            self._report(trainer, pl_module, waiting, is_before, figures, verdicts, of)
             self._follow_level(trainer, waiting, verdicts)
         self.record(trainer, waiting.update, {"train/spikes": self.spikes})
 
@@ -271,7 +277,7 @@ class SpikeForensics(WindowCallback):
         is_before: bool,
         figures: dict[str, float],
         verdicts: dict[str, Verdict],
-        kind: str,
+        of: Circumstances,
     ) -> None:
         update = waiting.update
         line = f"update {update}: " + ", ".join(
@@ -282,7 +288,8 @@ class SpikeForensics(WindowCallback):
         report: dict[str, Any] = {
             "kind": "spike",
             "update": update,
-            "mixture": kind,
+            "mixture": {name: count / 4 for name, count in of.mixture},
+            "shift": of.shift,
             **figures,
             "typical": {name: verdict.typical for name, verdict in verdicts.items()},
             "score": {name: verdict.score for name, verdict in verdicts.items()},

@@ -332,7 +332,7 @@ def test_skip_three_times_under_a_scaler(fused: bool) -> None:
 def test_too_many_in_a_row() -> None:
     for policy in ("skip", "flag"):
         guard = FiniteGuard(policy=policy, max_consecutive=2)  # type: ignore[arg-type]
-        with pytest.raises(NonFiniteError, match="update 5: .* is not finite, 3 in a row"):
+        with pytest.raises(NonFiniteError, match=r"update 5: .* is not finite, 3 in a row"):
             build_trainer(callbacks=[guard]).fit(Foreign("loss"), ListLoader(foreign_batches({3, 4, 5, 6})))
     guard = FiniteGuard(policy="skip", max_consecutive=2)
     build_trainer(callbacks=[guard]).fit(Foreign("loss"), ListLoader(foreign_batches({3, 4, 6, 7})))
