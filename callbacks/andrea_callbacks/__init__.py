@@ -11,7 +11,7 @@ What they see of a run:
     events ──────────────────> each other     spike, nonfinite, coherence: the journal keeps them
 
 clip_norm  PreClipNorm      moments     MomentMonitor, moment_trace  journal  RunJournal, read_journal
-finite     FiniteGuard      coherence   CoherenceGate, coherence     layout   TensorBoardLayout
+finite     FiniteGuard      coherence   CoherenceGate                layout   TensorBoardLayout
 spikes     SpikeForensics   throughput  Throughput                   console  UpdateProgressBar, RunReport
 updates    UpdateLog, EpochSummary
 """
@@ -21,8 +21,8 @@ from andrea_callbacks.clip_norm import PreClipNorm as PreClipNorm
 from andrea_callbacks.coherence import Coherence as Coherence
 from andrea_callbacks.coherence import CoherenceGate as CoherenceGate
 from andrea_callbacks.coherence import IncoherenceWarning as IncoherenceWarning
-from andrea_callbacks.coherence import coherence as coherence
 from andrea_callbacks.coherence import known_units as known_units
+from andrea_callbacks.coherence import score_coherence as score_coherence
 from andrea_callbacks.console import RunReport as RunReport
 from andrea_callbacks.console import UpdateProgressBar as UpdateProgressBar
 from andrea_callbacks.detector import SpikeDetector as SpikeDetector

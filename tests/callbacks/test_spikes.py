@@ -1,4 +1,4 @@
-"""SpikeForensics: shares against plain loops, planted sequences, reports, limits, state, and waiting devices."""
+"""SpikeForensics: shares against plain loops, planted sequences, reports, limits, state, late devices."""
 
 import json
 import math
