@@ -8,7 +8,8 @@ of 100 points   35  distinct pairs of neighbouring words, both known, over all p
 Only known words count, so that noise is not taken for variety; only distinct ones, so that one word said over
 and over is not taken for text. The known words are those of the training text. Noise has short words by
 chance, between its symbols: the first three parts count by the square of the share of characters in known
-words, with full marks from 60 % on.
+words, with full marks from 60 % on. What is shorter than ten words or eighty characters is scored as if it
+were that long.
 """
 
 import re
@@ -45,6 +46,9 @@ SPACELESS = (
 
 _RUNS = re.compile(rf"[{SPACELESS}]+|[^\W\d_{SPACELESS}]+")
 _SPACELESS = re.compile(rf"[{SPACELESS}]")
+
+SHORTEST_WORDS = 10
+SHORTEST_CHARACTERS = 80
 
 FULL_WORDS = 0.5
 """Distinct known words over words that earn full marks: text repeats its small words."""
@@ -115,13 +119,12 @@ def score_coherence(text: str, known: Collection[str] | None) -> Coherence:
     weight = min(_coverage(text, words, is_known) / FULL_COVERAGE, 1.0) ** 2
     distinct = {word for word, is_one in zip(words, is_known, strict=True) if is_one}
     characters = text[:400]
-    variety = len(set(characters)) / (FULL_CHARACTERS * len(characters)) if characters else 0.0
+    variety = len(set(characters)) / (FULL_CHARACTERS * max(len(characters), SHORTEST_CHARACTERS))
+    full_words = FULL_WORDS * max(len(words), SHORTEST_WORDS)
     return Coherence(
         bigrams=35.0 * weight * _diversity(words, is_known, 2),
         trigrams=35.0 * weight * _diversity(words, is_known, 3),
-        words=None
-        if known is None
-        else 20.0 * weight * min(len(distinct) / (FULL_WORDS * max(len(words), 1)), 1.0),
+        words=None if known is None else 20.0 * weight * min(len(distinct) / full_words, 1.0),
         characters=10.0 * min(variety, 1.0),
     )
 
@@ -140,10 +143,8 @@ def _coverage(text: str, words: Sequence[str], is_known: Sequence[bool]) -> floa
 def _diversity(words: Sequence[str], is_known: Sequence[bool], size: int) -> float:
     """Return distinct runs of known words over all runs of `size` words."""
     count = len(words) - size + 1
-    if count < 1:
-        return 0.0
     runs = {tuple(words[at : at + size]) for at in range(count) if all(is_known[at : at + size])}
-    return len(runs) / count
+    return len(runs) / (max(len(words), SHORTEST_WORDS) - size + 1)
 
 
 class CoherenceGate(ScalarCallback):

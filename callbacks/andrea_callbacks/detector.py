@@ -24,7 +24,7 @@ NORMAL_TAIL = 1.645
 MEDIAN_SPREAD = math.pi / 2
 """Variance of a median over that of a mean, of normal values."""
 
-SHIFTS = (0.2, 0.5)
+SHIFTS = (0.3, 0.5)
 """Shifts from which on an update belongs to the second and the third class: unsettled, and just switched."""
 
 
@@ -74,7 +74,8 @@ class SpikeDetector:
     Args:
         threshold: Standard deviations above the expected logarithm from which on a value is a spike.
         ratio: A spike is at least this many times the typical value.
-        history: Values that level, offsets and scatter are taken from.
+        history: Values that each mixture's offset is taken from; scatter takes half as many, the level a sixth,
+            so that it follows the training.
         min_history: Values seen in all before any is judged.
         patience: After this many spikes in a row the level has changed: what was known is forgotten.
 
@@ -126,7 +127,7 @@ class SpikeDetector:
             return UNKNOWN
         left = self._left[of.age]
         expected = median(self._levels) + median(offsets) + self._excess(of.age)
-        known = 1 / len(offsets) + (1 / max(len(left), 1) if of.age else 0.0)
+        known = 1 / len(offsets) + 1 / len(self._levels) + (1 / max(len(left), 1) if of.age else 0.0)
         score = (math.log(value) - expected) / (self._scatter(of.age) * math.sqrt(1 + MEDIAN_SPREAD * known))
         typical = math.exp(expected)
         is_spike = score > self.threshold and value > self.ratio * typical
@@ -162,8 +163,8 @@ class SpikeDetector:
         """Forget all values, to learn a new level."""
         self.in_a_row = 0
         self._taken = 0
-        self._levels: deque[float] = deque(maxlen=self.history // 2)
-        self._left: list[deque[float]] = [deque(maxlen=self.history) for _ in range(len(SHIFTS) + 1)]
+        self._levels: deque[float] = deque(maxlen=max(self.history // 6, 5))
+        self._left: list[deque[float]] = [deque(maxlen=self.history // 2) for _ in range(len(SHIFTS) + 1)]
         self._offsets: OrderedDict[Mixture, deque[float]] = OrderedDict()
 
     def state_dict(self) -> dict[str, Any]:

@@ -75,22 +75,26 @@ def test_collapses_are_told_from_text(local_text: tuple[set[str], list[str]]) ->
 
 
 def test_parts_by_hand() -> None:
-    """the cat saw the dog: 4 of 4 pairs, 3 of 3 triples; 4 distinct words; all words known."""
-    text = "the cat saw the dog"
-    found = score_coherence(text, {"the", "cat", "saw", "dog"})
-    assert (found.bigrams, found.trigrams, found.words, found.characters) == (35.0, 35.0, 20.0, 10.0)
-    found = score_coherence("the cat the cat the", {"the", "cat"})
-    assert found.bigrams == pytest.approx(35 * 2 / 4)
-    assert found.trigrams == pytest.approx(35 * 2 / 3)
-    assert found.words == pytest.approx(20 * 2 / 2.5)
-    # one word of four is unknown, and with it 3 of 11 characters; coverage is full from 0.6 on
-    found = score_coherence("the cat xyz saw", {"the", "cat", "saw"})
-    assert found.bigrams == pytest.approx(35 * 1 / 3)
-    assert found.trigrams == 0.0
-    # half of the characters are known: (0.5 / 0.6) squared
-    found = score_coherence("the xyz", {"the"})
-    assert found.words == pytest.approx(20 * (0.5 / 0.6) ** 2)
-    assert score_coherence("the cat saw the dog", None).score == pytest.approx(100.0)
+    """Ten words have nine pairs and eight triples; half of ten distinct words are full marks."""
+    text = "the cat saw the dog and the bird saw nothing"
+    known = set(text.split())
+    found = score_coherence(text, known)
+    assert (found.bigrams, found.trigrams, found.words) == (35.0, 35.0, 20.0)
+    assert found.characters == pytest.approx(10.0)  # 14 distinct ones, 10 are an eighth of 80
+    found = score_coherence("the cat the cat the cat the cat the cat", known)
+    assert found.bigrams == pytest.approx(35 * 2 / 9)
+    assert found.trigrams == pytest.approx(35 * 2 / 8)
+    assert found.words == pytest.approx(20 * 2 / 5)
+    assert found.characters == pytest.approx(6.0)  # t h e c a and the space
+    # one word of ten is unknown, and with it two pairs and three triples
+    found = score_coherence(text.replace("dog", "xyz"), known)
+    assert found.bigrams == pytest.approx(35 * 7 / 9)
+    assert found.trigrams == pytest.approx(35 * 5 / 8)
+    # half of the characters are known: (0.5 / 0.6) squared; a text of two words counts as one of ten
+    found = score_coherence("the xyz", known)
+    assert found.words == pytest.approx(20 * 1 / 5 * (0.5 / 0.6) ** 2)
+    assert found.bigrams == 0.0
+    assert score_coherence(text, None).score == pytest.approx(100.0)
 
 
 def test_scripts_without_spaces() -> None:

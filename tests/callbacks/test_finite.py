@@ -16,6 +16,7 @@ from andrea_callbacks import FiniteGuard, NonFiniteError, NonFiniteWarning, PreC
 from andrea_callbacks.origin import find_origin, tensors_in
 from andrea_callbacks.window import UpdateWindow
 from andrea_pl import DynamicPaddingCollator, LanguageModule, TransformerConfig, Window
+from andrea_pl import update as module_of_updates
 from projects import BoringAdam, TextRows, scaler_plugin
 from toy import ListLoader, RowLogger, ToyU, build_trainer, fit, window
 
@@ -473,3 +474,28 @@ def test_norms_beyond_float32_are_told_from_infinity(gradient: list[float]) -> N
     else:
         trainer.fit(module, ListLoader([torch.zeros(1)]))
         assert logger.series("train/grad_norm") == [(1, pytest.approx(2e20, rel=1e-6))]
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+@pytest.mark.parametrize("place", ["attention", "gradient"])
+def test_origin_of_a_verdict_that_comes_late(
+    place: str, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the device judges, the report comes during the next update; it is still the right window's."""
+    monkeypatch.setattr(module_of_updates, "_judges_by_itself", lambda device: True)
+    torch.manual_seed(2)
+    module, guard, keep = Planted(place, NAN, on_nonfinite=policy), FiniteGuard(), Keep()
+    windows = [text_window(number, "last" if number == BAD_UPDATE else None) for number in range(1, 10)]
+    trainer = build_trainer(callbacks=[guard, keep])
+    if policy == "raise":
+        with pytest.raises(NonFiniteError, match=f"update {BAD_UPDATE}: "):
+            trainer.fit(module, ListLoader(windows))
+        assert same(Keep.state(trainer, module), keep.seen[BAD_UPDATE - 2])
+    else:
+        trainer.fit(module, ListLoader(windows))
+        assert same(keep.seen[BAD_UPDATE - 1], keep.seen[BAD_UPDATE - 2])
+        assert trainer.global_step == 9
+    report = json.loads(Path(f"reports/update-{BAD_UPDATE:06d}-nonfinite/report.json").read_text())
+    (origin,) = report["origin"]
+    assert [each["document"] for each in origin["sequences"]] == [DOCUMENT]
+    assert (origin["phase"], origin["module"], origin["parameter"]) == EXPECTED[place]

@@ -13,9 +13,10 @@ pytestmark = [pytest.mark.system, pytest.mark.xdist_group("ranks")]
 Results = dict[str, dict[str, Any]]
 
 
-def run(ranks: int, folder: Path) -> list[Results]:
+def run_script(name: str, ranks: int, folder: Path) -> list[Results]:
+    """Run a script on so many ranks and return what each of them wrote."""
     folder.mkdir()
-    script = Path(__file__).with_name("two_ranks.py")
+    script = Path(__file__).with_name(name)
     done = subprocess.run(
         [sys.executable, str(script), str(ranks), str(folder)],
         capture_output=True,
@@ -30,13 +31,13 @@ def run(ranks: int, folder: Path) -> list[Results]:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     """Return what each of two ranks saw."""
-    return run(2, tmp_path_factory.mktemp("two") / "out")
+    return run_script("two_ranks.py", 2, tmp_path_factory.mktemp("two") / "out")
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Return what a single process saw of the scenarios that it can run."""
-    return run(1, tmp_path_factory.mktemp("one") / "out")[0]
+    return run_script("two_ranks.py", 1, tmp_path_factory.mktemp("one") / "out")[0]
 
 
 def test_ranks_are_weighted_by_tokens(both: list[Results]) -> None:
