@@ -74,8 +74,8 @@ class SpikeDetector:
     Args:
         threshold: Standard deviations above the expected logarithm from which on a value is a spike.
         ratio: A spike is at least this many times the typical value.
-        history: Values that each mixture's offset is taken from; scatter takes half as many, the level a sixth,
-            so that it follows the training.
+        history: Values that each mixture's offset is taken from; scatter takes half as many, and the level a
+            sixth, so that it follows the training.
         min_history: Values seen in all before any is judged.
         patience: After this many spikes in a row the level has changed: what was known is forgotten.
 
