@@ -128,7 +128,9 @@ class SpikeDetector:
         left = self._left[of.age]
         expected = median(self._levels) + median(offsets) + self._excess(of.age)
         known = 1 / len(offsets) + 1 / len(self._levels) + (1 / max(len(left), 1) if of.age else 0.0)
-        score = (math.log(value) - expected) / (self._scatter(of.age) * math.sqrt(1 + MEDIAN_SPREAD * known))
+        spread = self._scatter(of.age) * math.sqrt(1 + MEDIAN_SPREAD * known)
+        spread = math.hypot(spread, self._lost_by_rounding(of.mixture, median(offsets)))
+        score = (math.log(value) - expected) / spread
         typical = math.exp(expected)
         is_spike = score > self.threshold and value > self.ratio * typical
         return Verdict(is_spike=is_spike, typical=typical, score=score)
@@ -202,6 +204,15 @@ class SpikeDetector:
             if _distance(mixture, other) <= self.NEIGHBOURHOOD
             for value in values
         ]
+
+    def _lost_by_rounding(self, mixture: Mixture, offset: float) -> float:
+        """Return what half a quarter of another source may change, by the mixtures one quarter away."""
+        gaps = [
+            abs(median(values) - offset)
+            for other, values in self._offsets.items()
+            if len(values) >= self.MIN_OF_MIXTURE and 0 < _distance(mixture, other) <= 1
+        ]
+        return max(gaps, default=0.0) / 2
 
     def _excess(self, age: int) -> float:
         return median(self._left[age]) if age and self._left[age] else 0.0

@@ -104,7 +104,7 @@ class SpikeForensics(WindowCallback):
         self,
         threshold: float = 4.0,
         ratio: float = 2.0,
-        loss_ratio: float | None = 1.5,
+        loss_ratio: float | None = 2.0,
         history: int = 100,
         min_history: int = 20,
         patience: int = 25,
