@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from andrea_pl import RoPELanguageModel, TextSource, TransformerConfig
+from andrea_callbacks import MomentMonitor, RunEvent
+from andrea_pl import LanguageModule, RoPELanguageModel, TextDataModule, TextSource, TransformerConfig
+from projects import everything
+from toy import build_trainer
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -61,3 +64,57 @@ def test_parameters_of_the_table() -> None:
         with torch.device("meta"):
             count = RoPELanguageModel(shape).count_parameters()
         assert count / units[unit] == pytest.approx(float(number), rel=0.06)
+
+
+def glossary() -> list[str]:
+    """Return the scalars of the glossary as patterns; `/x` and `_x` continue the name before them."""
+    names: list[str] = []
+    rows = README.split("| scalar | meaning |")[1].split("\n\n")[0].splitlines()[2:]
+    for row in rows:
+        for name in re.findall(r"`([^`]+)`", row.split(" | ")[0]):
+            head = names[-1] if names else ""
+            if name.startswith("/"):
+                name = head.rpartition("/")[0] + name
+            elif name.startswith("_"):
+                name = head.rpartition("_")[0] + name
+            names.append(name)
+    return names
+
+
+@pytest.mark.filterwarnings("ignore::andrea_callbacks.ClipWarning")
+def test_glossary_has_every_scalar(tmp_path: Path) -> None:
+    """Whatever the callbacks and the module wrote in a run with everything on stands in the table."""
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path)
+    documents = [[1 + (number * place) % 30 for place in range(1, 12)] for number in range(80)]
+    data = TextDataModule(
+        [
+            TextSource(name="t", kind="tokens", documents=documents[:70]),
+            TextSource(name="v", kind="tokens", documents=documents[70:], split="val"),
+        ],
+        vocab_size=32,
+        block_size=8,
+        sequences_per_update=2,
+        val_fraction=0,
+    )
+    shape = TransformerConfig(vocab_size=32, block_size=8, d_model=8, n_heads=2, n_layers=1)
+    spike = RunEvent(kind="spike", update=3, message="", details={"norm": 9.0, "clip_threshold": 1.0})
+    callbacks = everything()
+    monitor = next(each for each in callbacks if isinstance(each, MomentMonitor))
+    trainer = build_trainer(callbacks=callbacks, logger=logger, max_epochs=1)
+    monitor.take_event(trainer, spike)
+    trainer.fit(LanguageModule(shape, lr=1e-3), datamodule=data)
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    patterns = [re.compile(re.sub(r"<\w+>|…", ".+", name)) for name in glossary()]
+    written = set(events.Tags()["scalars"]) - {"epoch", "hp_metric"}
+    assert len(written) > 45
+    unexplained = {name for name in written if not any(pattern.fullmatch(name) for pattern in patterns)}
+    assert unexplained == set()
+    unwritten = {
+        pattern.pattern for pattern in patterns if not any(pattern.fullmatch(name) for name in written)
+    }
+    needs_more = {"coherence/words", "test/.+", "train/loss_scale", "val/bits_per_byte"}  # text, a scaler
+    assert unwritten == needs_more

@@ -239,8 +239,8 @@ class CoherenceGate(ScalarCallback):
         if self.known is None:
             datamodule = cast(Any, trainer).datamodule
             if isinstance(datamodule, KnowsWords):
-                self.known = frozenset(datamodule.known_words())
-            else:
+                self.known = frozenset(datamodule.known_words()) or None
+            if self.known is None:
                 rank_zero_info(
                     "CoherenceGate: no known words (known=, or the datamodule's known_words()); the score "
                     "takes noise for variety"
