@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from andrea_callbacks.host import agree
+from andrea_callbacks.host import agree, widest
 from andrea_callbacks.identity import Identity, gathered, identify
 from andrea_callbacks.replay import LossFunction, gradients_of, run_again, undisturbed
 from andrea_callbacks.window import UpdateWindow
@@ -76,7 +76,7 @@ def attribute(
     """
     parameters = [each for each in parameters if each.requires_grad]
     with undisturbed(trainer, pl_module), torch.no_grad():
-        replayed = _replayed(pl_module, window, losses_of, parameters)
+        replayed = _replayed(pl_module, window, losses_of, parameters)  # raises on all ranks or on none
         squared = _dot(replayed, replayed)
         if whole is None:
             whole, agreement = replayed, None
@@ -126,8 +126,17 @@ def _replayed(
 ) -> list[Tensor]:
     """Return the gradient of the whole window, over all ranks."""
     total = [torch.zeros_like(each) for each in parameters]
-    for _, _, run in run_again(losses_of, window, pl_module.device):
-        _add(total, _gradient(run, None, parameters))
+    fault: Exception | None = None
+    try:
+        for _, _, run in run_again(losses_of, window, pl_module.device):
+            _add(total, _gradient(run, None, parameters))
+    except Exception as error:  # whatever it is, the other ranks wait for this one's word
+        fault = error
+    faults = gathered([] if fault is None else [f"{type(fault).__name__}: {fault}"])
+    if fault is not None:
+        raise fault
+    if faults:
+        raise RuntimeError(f"on another rank, {faults[0]}")
     return _over_ranks(total)
 
 
@@ -203,11 +212,11 @@ def _over_ranks(total: list[Tensor]) -> list[Tensor]:
 
 def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
     """Return the inner product of two lists of tensors, added up in float64."""
-    wide = [
-        (a.float() * b.float() if a.dtype != torch.float64 else a * b).sum(dtype=torch.float64)
+    sums = [
+        torch.dot(a.flatten().to(widest(a.device)), b.flatten().to(widest(b.device))).cpu()
         for a, b in zip(left, right, strict=True)
     ]
-    return float(torch.stack([each.cpu() for each in wide]).sum()) if wide else 0.0
+    return float(torch.stack(sums).double().sum()) if sums else 0.0
 
 
 def _largest_first(parts: list[Part]) -> list[Part]:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from andrea_callbacks.events import RunEvent, publish_event
 from andrea_callbacks.gradients import GradientNorm, optimizer_parameters
+from andrea_callbacks.host import widest
 from andrea_callbacks.measuring import (
     automatic_coefficient,
     clip_threshold,
@@ -21,7 +22,7 @@ from andrea_callbacks.measuring import (
     measured_norm,
     remaining_scale,
 )
-from andrea_callbacks.protocols import ReportsUpdates
+from andrea_callbacks.protocols import reports_updates
 from andrea_callbacks.scalars import Value
 from andrea_callbacks.updates import ReportCallback
 from andrea_callbacks.weights import forget_weights, group_names, remember_weights, weight_change
@@ -87,6 +88,11 @@ class PreClipNorm(ReportCallback):
             self._layers = [re.compile(each) for each in layers]
         except re.error as error:
             raise ValueError(f"PreClipNorm: layers: {error.pattern!r} cannot be parsed: {error}") from error
+        self.reset()
+
+    @override
+    def reset(self) -> None:
+        """Forget an earlier fit."""
         self._clipped: Tensor | float = 0.0
         self._counted: Tensor | float = 0.0
         self._coefficients: Tensor | float = 0.0
@@ -124,7 +130,7 @@ class PreClipNorm(ReportCallback):
         """Measure the norm where the module does not report it, and every now and then its parts."""
         update = trainer.global_step + 1
         due = is_due(trainer, update, self.every)
-        reports = isinstance(pl_module, ReportsUpdates)
+        reports = reports_updates(pl_module)
         self._note_received()
         if reports and not due:
             return
@@ -198,9 +204,10 @@ class PreClipNorm(ReportCallback):
         if coefficient is not None:
             is_finite = torch.isfinite(norm)
             is_clipped = is_finite & (coefficient < UNCLIPPED)
-            self._clipped = self._clipped + is_clipped.double()
-            self._counted = self._counted + is_finite.double()
-            self._coefficients = self._coefficients + torch.where(is_clipped, coefficient, 0.0).double()
+            wide = widest(norm.device)
+            self._clipped = self._clipped + is_clipped.to(wide)
+            self._counted = self._counted + is_finite.to(wide)
+            self._coefficients = self._coefficients + torch.where(is_clipped, coefficient, 0.0).to(wide)
             values |= {
                 "train/grad_norm_clipped": norm * coefficient,
                 "train/clip_coefficient": coefficient,

@@ -216,17 +216,24 @@ class CoherenceGate(ScalarCallback):
         self.seed = seed
         self.generate = generate
         self.known = None if known is None else frozenset(known)
+        self._given = self.known
+        self.reset()
+
+    @override
+    def reset(self) -> None:
+        """Forget an earlier fit."""
+        self.known = self._given
         self.low: int = 0
         """Samples in a row so far that were too low."""
         self.last: float | None = None
         """The last score."""
         self._is_able = True
-        self._sampled = 0
+        self._seen = 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find out what is known, and whether the module can be sampled from."""
-        self._sampled = trainer.global_step
+        self._seen = trainer.global_step
         self._is_able = self.generate is not None or isinstance(pl_module, GeneratesText)
         if not self._is_able:
             warnings.warn(
@@ -251,12 +258,11 @@ class CoherenceGate(ScalarCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Sample when it is time."""
-        update = trainer.global_step
-        if not self._is_able or update == self._sampled or update < self.start or update % self.every:
-            return
-        self._sampled = update
-        settle(pl_module)
-        self._sample(trainer, pl_module, update)
+        before, self._seen = self._seen, trainer.global_step
+        is_time = before // self.every != self._seen // self.every  # several optimizers step over multiples
+        if self._is_able and is_time and self._seen >= self.start:
+            settle(pl_module)
+            self._sample(trainer, pl_module, self._seen)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -270,14 +276,25 @@ class CoherenceGate(ScalarCallback):
 
     def _sample(self, trainer: pl.Trainer, pl_module: pl.LightningModule, update: int) -> None:
         texts: list[str] = []
+        fault = ""
         if trainer.is_global_zero or any(map(is_sharded, pl_module.parameters())):
             generator = torch.Generator(pl_module.device).manual_seed(self.seed)
             generate = self.generate or _generate
-            with undisturbed(trainer, pl_module), torch.no_grad():
-                texts = generate(pl_module, list(self.prompts), self.max_new_tokens, generator)
+            try:
+                with undisturbed(trainer, pl_module), torch.no_grad():
+                    texts = generate(pl_module, list(self.prompts), self.max_new_tokens, generator)
+            except Exception as error:  # a generate that means something else, no tokenizer: the run goes on
+                fault = f"{type(error).__name__}: {error}"
         parts = [score_coherence(text, self.known) for text in texts]
         score = sum(part.score for part in parts) / len(parts) if parts else 0.0
-        score = float(trainer.strategy.broadcast(score))
+        score, fault = trainer.strategy.broadcast((score, fault))
+        if fault:
+            self._is_able = False
+            rank_zero_warn(
+                f"CoherenceGate: nothing is sampled any more, since generate raised {fault}",
+                category=IncoherenceWarning,
+            )
+            return
         self.last = score
         if parts:
             means = {

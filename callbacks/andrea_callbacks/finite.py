@@ -15,14 +15,18 @@ from andrea_callbacks.events import RunEvent, publish_event
 from andrea_callbacks.gradients import local_gradient, optimizer_parameters, squared_norms
 from andrea_callbacks.host import HostCopy, agree
 from andrea_callbacks.identity import DecodeFunction, decoder, gathered, identify, spell, text_of
-from andrea_callbacks.measuring import measured_norm, scaler_of
+from andrea_callbacks.measuring import is_due, is_unscaled, measured_norm, optimizer_place, scaler_of
 from andrea_callbacks.origin import Origin, find_origin
-from andrea_callbacks.protocols import RefusesUpdates, ReportsUpdates
-from andrea_callbacks.replay import ReplayFunction, ReplayUnavailable, loss_function
+from andrea_callbacks.protocols import RefusesUpdates, reports_updates
+from andrea_callbacks.replay import ReplayFunction, ReplayUnavailable, loss_function, replay_failed
 from andrea_callbacks.schedules import ScheduleMove
 from andrea_callbacks.window import UpdateWindow, WindowCallback
 
 Policy = Literal["raise", "skip", "flag"]
+
+
+FALLING_SCALE_UPDATES = 5
+"""Overflows in a row after which a falling loss scale is worth a warning."""
 
 
 class NonFiniteWarning(UserWarning):
@@ -39,7 +43,8 @@ class FiniteGuard(WindowCallback):
     With a module that reports its updates the verdict on loss and gradients is the module's, which also
     decides what to do; what is found in weights and state it is told, and treats alike. In any other module
     this callback judges and acts, which reads one row of numbers an update on the host. All ranks decide
-    alike. A GradScaler's own overflow (finite loss, Inf gradient) is normal operation and not flagged.
+    alike. A GradScaler's own overflow (finite loss, bad gradient) is normal operation and not flagged; its
+    scale is recorded, five in a row are warned about, and more than `max_consecutive` raise.
 
     On the first hits the origin is searched for: the update's micro-batches are run again, through the
     module's `sequence_losses`, its `loss_sum`, or `replay`, never through `training_step`. Found are the
@@ -48,7 +53,9 @@ class FiniteGuard(WindowCallback):
     counts only where nothing else is bad. The report is a folder `reports/update-000412-nonfinite` in the
     trainer's log folder: `report.json`, `tensors.safetensors` with what was bad, `sequences.txt` where text
     can be decoded. With no way to run micro-batches again, and with sharded parameters, the report says which
-    micro-batch's loss and which parameter's gradient were bad, and that more is not available.
+    micro-batch's loss and which parameter's gradient were bad, and that more is not available; likewise where
+    the replay raises. Losses that wait for other ranks by themselves (gathered contrastive losses) cannot be
+    run again on several ranks.
 
     Under `skip` gradients are set to None, so that the optimizer's step does nothing, and a scheduler that
     Lightning steps all the same is put back in `on_train_batch_end`; one that moves once an epoch, or waits
@@ -75,6 +82,7 @@ class FiniteGuard(WindowCallback):
 
     Metrics recorded:
         train/nonfinite: Updates so far with a NaN or Inf.
+        train/loss_scale: With a GradScaler, in modules that do not report it themselves.
     """
 
     def __init__(
@@ -104,30 +112,34 @@ class FiniteGuard(WindowCallback):
         self.replay = replay
         self.decode = decode
         self.folder = folder
+        self.reset()
+
+    @override
+    def reset(self) -> None:
+        """Forget an earlier fit."""
         self.flagged: int = 0
         """Updates so far with a NaN or Inf."""
-        self._consecutive = 0
+        self._consecutive: dict[str, int] = {}
+        self._overflows: dict[str, int] = {}
+        self._bad_state: dict[str, tuple[str, Tensor]] = {}
         self._reports = 0
-        self._bad_state: str | None = None
         self._moves: list[ScheduleMove] = []
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget an update that broke off."""
         super().on_train_start(trainer, pl_module)
-        self._bad_state = None
+        self._bad_state.clear()
         self._moves.clear()
 
     @override
     def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
         """Flag what the module found, and search for its origin; nothing of the update was done."""
         if report.get("nonfinite") is not None and report["outcome"] != "scaler_skip":
-            window = self.window_of(report["update"])
-            fault = report["nonfinite"]
-            found = self._investigate(
-                trainer, report["update"], fault, None if fault == self._bad_state else window
-            )
-            self._flag(trainer, report["update"], fault, found)
+            fault, update = report["nonfinite"], report["update"]
+            state = next((each for each in self._bad_state.values() if each[0] == fault), None)
+            found = self._investigate(trainer, update, fault, state)
+            self._flag(trainer, update, fault, found, skipped=report["outcome"] == "nonfinite_skip")
         self.record(trainer, report["update"], {"train/nonfinite": self.flagged})
 
     @override
@@ -136,21 +148,21 @@ class FiniteGuard(WindowCallback):
     ) -> None:
         """Look at weights and state where it is time, and at loss and gradients where the module does not."""
         update = trainer.global_step + 1
-        bad_state = self._look_at_state(pl_module, optimizer, update)
-        if isinstance(pl_module, ReportsUpdates):
-            if bad_state is not None and isinstance(pl_module, RefusesUpdates):
-                pl_module.refuse_update(bad_state)
+        place = optimizer_place(trainer, optimizer)
+        state = self._look_at_state(trainer, optimizer, place)
+        if reports_updates(pl_module):
+            if state is not None and isinstance(pl_module, RefusesUpdates):
+                pl_module.refuse_update(state[0])
             return
         losses, self.window.losses = self.window.losses, []
-        fault = bad_state or self._judge(trainer, pl_module, optimizer, losses)
+        fault = self._judge(trainer, optimizer, place, losses) if state is None else state[0]
         if fault is None:
-            self._consecutive = 0
+            self._consecutive[place] = 0
         else:
-            self._consecutive += 1
-            window = None if bad_state else self.window_of(update)
-            found = self._investigate(trainer, update, fault, window)
-            self._flag(trainer, update, fault, found)
-            self._act(trainer, optimizer, update, fault, found)
+            self._consecutive[place] = self._consecutive.get(place, 0) + 1
+            found = self._investigate(trainer, update, fault, state)
+            self._flag(trainer, update, fault, found, skipped=self.policy == "skip")
+            self._act(trainer, optimizer, place, fault, found)
         self.record(trainer, update, {"train/nonfinite": self.flagged})
 
     @override
@@ -166,17 +178,23 @@ class FiniteGuard(WindowCallback):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""
-        return {"flagged": self.flagged, "consecutive": self._consecutive, "reports": self._reports}
+        return {
+            "flagged": self.flagged,
+            "consecutive": dict(self._consecutive),
+            "overflows": dict(self._overflows),
+            "reports": self._reports,
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the counts."""
         self.flagged = state_dict["flagged"]
-        self._consecutive = state_dict.get("consecutive", 0)
+        self._consecutive = dict(state_dict.get("consecutive", {}))
+        self._overflows = dict(state_dict.get("overflows", {}))
         self._reports = state_dict.get("reports", 0)
 
     def _judge(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, losses: list[Tensor]
+        self, trainer: pl.Trainer, optimizer: Optimizer, place: str, losses: list[Tensor]
     ) -> str | None:
         """Return what is not finite in losses and gradients, None where all is well; alike on all ranks."""
         norm = measured_norm(trainer, optimizer)
@@ -196,52 +214,90 @@ class FiniteGuard(WindowCallback):
             else:
                 parts.append("the loss")
         elif not bad_gradient or scaler_of(trainer) is not None:
-            return None  # an overflow is the GradScaler's own affair
-        name = norm.first_nonfinite(pl_module) if bad_gradient else None
+            self._follow_scale(trainer, place, bool(bad_gradient))
+            return None
+        name = norm.first_nonfinite(trainer.lightning_module) if bad_gradient else None
         parts += [f"the gradient of {name}"] if name else []
         return " and ".join(parts) or "the norm of the gradients"
 
-    def _look_at_state(self, pl_module: pl.LightningModule, optimizer: Optimizer, update: int) -> str | None:
+    def _follow_scale(self, trainer: pl.Trainer, place: str, overflows: bool) -> None:
+        """Count a GradScaler's overflows, which are its own affair unless they never end."""
+        scaler = scaler_of(trainer)
+        if scaler is None:
+            return
+        update, scale = trainer.global_step + 1, float(scaler.get_scale())
+        self.record(trainer, update, {"train/loss_scale": scale})
+        self._overflows[place] = count = self._overflows.get(place, 0) + 1 if overflows else 0
+        told = f"update {update}: {count} overflows in a row, the loss scale is down to {scale:g}"
+        if self.max_consecutive is not None and count > self.max_consecutive:
+            raise NonFiniteError(
+                f"{told}: the gradients are not finite whatever it is; weights and optimizer state are as "
+                "before. FiniteGuard's max_consecutive bears more"
+            )
+        if count == FALLING_SCALE_UPDATES:
+            rank_zero_warn(f"{told}; check the learning rate, or use bf16-mixed", category=NonFiniteWarning)
+
+    def _look_at_state(
+        self, trainer: pl.Trainer, optimizer: Optimizer, place: str
+    ) -> tuple[str, Tensor] | None:
         """Return the first tensor of weights and optimizer state with a NaN or Inf, when it is time to look.
 
         Once something bad was found every update looks, until it is mended.
         """
-        if self.state_every is None or (update % self.state_every and self._bad_state is None):
+        kept = self._bad_state.pop(place, None)
+        if self.state_every is None:
             return None
-        named = list(_state_tensors(pl_module, optimizer))
-        self._bad_state = None
+        turns = max(len(trainer.optimizers), 1)  # the last of each `state_every` updates, of every optimizer
+        if not is_due(trainer, trainer.global_step + 1 + turns, self.state_every) and kept is None:
+            return None
+        named = list(_state_tensors(trainer.lightning_module, optimizer))
         if named:
-            counts = _bad_counts([tensor for _, tensor in named])
-            values = HostCopy(agree(counts)).read()
-            self._bad_state = next(
-                (name for (name, _), count in zip(named, values, strict=True) if count), None
-            )
-        return self._bad_state
+            values = HostCopy(agree(_bad_counts([tensor for _, tensor in named]))).read()
+            found = next((each for each, count in zip(named, values, strict=True) if count), None)
+            if found is not None:
+                self._bad_state[place] = found
+        return self._bad_state.get(place)
 
     def _investigate(
-        self, trainer: pl.Trainer, update: int, fault: str, window: UpdateWindow | None
+        self, trainer: pl.Trainer, update: int, fault: str, state: tuple[str, Tensor] | None
     ) -> str | None:
-        """Search for the origin of a fault and write a report; return in words what was found."""
+        """Search for the origin of a fault and write a report; return in words what was found.
+
+        A fault in weights or state has no origin in the update: the tensor itself is reported.
+        """
         if self._reports >= self.max_reports:
             return None
         self._reports += 1
-        module = trainer.lightning_module
         report: dict[str, Any] = {"kind": "nonfinite", "update": update, "fault": fault}
-        bundle, lines = Bundle(figures=report), list[str]()
-        if window is not None:
+        bundle, found, failed = Bundle(figures=report), list[dict[str, Any]](), list[str]()
+        if state is not None:
+            bundle.tensors["state"] = state[1]
+        else:
             try:
-                origin = find_origin(trainer, module, window, loss_function(module, self.replay))
+                found = self._search(trainer, update, bundle)
             except ReplayUnavailable as reason:
-                report["origin"] = {"unavailable": str(reason)}
-            else:
-                found = gathered([] if origin is None else [self._describe(trainer, window, origin, bundle)])
-                report["origin"] = found or "the fault did not come again when the update was run again"
-                lines = [each["words"] for each in found]
-                bundle.texts = gathered(bundle.texts)
+                failed = [str(reason)]
+            except Exception as error:  # the user's code, or what it was given: the run goes on
+                failed = [replay_failed(error)]
+                rank_zero_warn(f"update {update}: {failed[0]}", category=NonFiniteWarning)
+            found, failed = gathered(found), gathered(failed)
+            bundle.texts = gathered(bundle.texts)
+            nowhere = "the fault did not come again when the update was run again"
+            report["origin"] = found or ({"unavailable": failed[0]} if failed else nowhere)
+        lines = [each["words"] for each in found]
         place = write_bundle(trainer, self.folder, f"update-{update:06d}-nonfinite", bundle)
         if place is not None:
             lines.append(f"report: {place}")
         return "; ".join(lines) or None
+
+    def _search(self, trainer: pl.Trainer, update: int, bundle: Bundle) -> list[dict[str, Any]]:
+        """Return what is known of the fault's origin on this rank."""
+        module, window = trainer.lightning_module, self.window_of(update)
+        losses_of = loss_function(module, self.replay)
+        if window is None:
+            raise ReplayUnavailable("attribution is not available: the micro-batches are not all at hand")
+        origin = find_origin(trainer, module, window, losses_of)
+        return [] if origin is None else [self._describe(trainer, window, origin, bundle)]
 
     def _describe(
         self, trainer: pl.Trainer, window: UpdateWindow, origin: Origin, bundle: Bundle
@@ -273,27 +329,28 @@ class FiniteGuard(WindowCallback):
             "negative_infinity_before": origin.negative,
         }
 
-    def _flag(self, trainer: pl.Trainer, update: int, fault: str, found: str | None) -> None:
+    def _flag(self, trainer: pl.Trainer, update: int, fault: str, found: str | None, skipped: bool) -> None:
         self.flagged += 1
         message = f"update {update}: {fault} is not finite" + (f"; {found}" if found else "")
         rank_zero_warn(message, category=NonFiniteWarning)
-        event = RunEvent(kind="nonfinite", update=update, message=message, details={"fault": fault})
-        publish_event(trainer, event)
+        details = {"fault": fault, "skipped": skipped}
+        publish_event(trainer, RunEvent(kind="nonfinite", update=update, message=message, details=details))
 
     def _act(
-        self, trainer: pl.Trainer, optimizer: Optimizer, update: int, fault: str, found: str | None
+        self, trainer: pl.Trainer, optimizer: Optimizer, place: str, fault: str, found: str | None
     ) -> None:
-        is_last = self.max_consecutive is not None and self._consecutive > self.max_consecutive
+        update, count = trainer.global_step + 1, self._consecutive[place]
+        is_last = self.max_consecutive is not None and count > self.max_consecutive
         if self.policy == "raise" or is_last:
             self.record(trainer, update, {"train/nonfinite": self.flagged})
-            why = "" if self.policy == "raise" else f", {self._consecutive} in a row"
+            why = "" if self.policy == "raise" else f", {count} in a row"
             raise NonFiniteError(
                 f"update {update}: {fault} is not finite{why}; weights and optimizer state are as before it"
                 + (f"; {found}" if found else "")
             )
         if self.policy == "skip":
             scaler = scaler_of(trainer)
-            if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            if scaler is not None and not is_unscaled(scaler, optimizer):
                 scaler.unscale_(optimizer)  # a scaler must have seen gradients before they go
             for parameter in optimizer_parameters(optimizer):
                 parameter.grad = None

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from andrea_callbacks.host import widest
+
 ROW = 1024
 """Elements whose squares are added in float32 before float64 takes over."""
 
@@ -117,9 +119,11 @@ def gradient_norm(parameters: Iterable[Tensor], measure: "Measure | None" = None
         Figures on the first gradient's device, with a relative error under 1e-6. Nothing waits for an
         accelerator.
     """
-    with_gradient = tuple(each for each in distinct(parameters) if each.grad is not None)
+    listed = distinct(parameters)
+    with_gradient = tuple(each for each in listed if each.grad is not None)
     if not with_gradient:
-        nothing = torch.zeros((0, 2), dtype=torch.float64)
+        device = listed[0].device if listed else torch.device("cpu")
+        nothing = torch.zeros((0, 2), dtype=widest(device), device=device)
         return GradientNorm(total=nothing.sum(), parameters=(), rows=nothing)
     device = cast(Tensor, with_gradient[0].grad).device
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -157,7 +161,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     if all(each.device.type == "cpu" for each in tensors):
         return _squared_norms_on_cpu(tensors)
     device = tensors[0].device
-    wide = torch.float32 if device.type == "mps" else torch.float64
+    wide = widest(device)
     squares = [cast(Tensor, torch.linalg.vector_norm(each, dtype=wide)).to(device) ** 2 for each in tensors]
     bad = [torch.count_nonzero(each - each).to(device, wide) for each in tensors]  # NaN and Inf give NaN
     return torch.stack([torch.stack(squares), torch.stack(bad)], dim=1)

@@ -10,7 +10,7 @@ class HostCopy:
     """Numbers on their way from a device to the host.
 
     Args:
-        values: (N,) on any device; what is written to it later is not seen.
+        values: (N,) on any device, its own: not written to before `read`.
     """
 
     def __init__(self, values: Tensor) -> None:

@@ -18,7 +18,7 @@ from typing_extensions import override
 from andrea_callbacks.bundle import to_json
 from andrea_callbacks.events import RunEvent
 from andrea_callbacks.measuring import measured_norm, remaining_scale
-from andrea_callbacks.protocols import ReportsUpdates
+from andrea_callbacks.protocols import reports_updates
 from andrea_callbacks.scalars import to_host
 from andrea_callbacks.updates import settle
 from andrea_callbacks.window import WindowCallback
@@ -69,20 +69,20 @@ class RunJournal(WindowCallback):
         """Open the journal."""
         super().on_train_start(trainer, pl_module)
         folder = trainer.log_dir or trainer.default_root_dir  # all ranks must ask
+        if getattr(trainer, "fast_dev_run", False):
+            return
         named = "journal.jsonl" if self.name is None else f"journal-{self.name}.jsonl"
         self.file = Path(self.path) if self.path is not None else Path(folder) / named
         self._rows.clear()
-        self._note(
-            trainer,
-            "start",
-            trainer.global_step,
-            resumed=trainer.global_step > 0,
-            module=type(pl_module).__qualname__,
-            torch=torch.__version__,
-            lightning=lightning.__version__,
-            ranks=trainer.world_size,
-            precision=str(trainer.precision),
-        )
+        start = {
+            "resumed": trainer.global_step > 0,
+            "module": type(pl_module).__qualname__,
+            "torch": torch.__version__,
+            "lightning": lightning.__version__,
+            "ranks": trainer.world_size,
+            "precision": str(trainer.precision),
+        }
+        self._note(trainer, "start", trainer.global_step, start)
         self._write(trainer)
 
     @override
@@ -90,24 +90,24 @@ class RunJournal(WindowCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Note an update of a module that does not report its own."""
-        if not isinstance(pl_module, ReportsUpdates):
+        if not reports_updates(pl_module):
             norm = measured_norm(trainer, optimizer).total / remaining_scale(trainer, optimizer)
             figures: dict[str, Any] = {"grad_norm": norm, "lr": float(optimizer.param_groups[0]["lr"])}
             loss = self.window_loss(trainer)
             if loss is not None:
                 figures["loss"] = loss
-            self._note(trainer, "update", trainer.global_step + 1, **figures)
+            self._note(trainer, "update", trainer.global_step + 1, figures)
         self.window.losses.clear()
 
     @override
     def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
         """Note an update."""
         figures = {key: value for key, value in report.items() if key != "update"}
-        self._note(trainer, "update", report["update"], **figures)
+        self._note(trainer, "update", report["update"], figures)
 
     def take_event(self, trainer: pl.Trainer, event: RunEvent) -> None:
         """Note an event."""
-        self._note(trainer, event.kind, event.update, message=event.message, **dict(event.details))
+        self._note(trainer, event.kind, event.update, {**event.details, "message": event.message})
         self._write(trainer)
 
     @override
@@ -125,7 +125,7 @@ class RunJournal(WindowCallback):
         if self.file is None or trainer.sanity_checking:
             return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self._note(trainer, "validation", trainer.global_step, metrics=metrics)
+        self._note(trainer, "validation", trainer.global_step, {"metrics": metrics})
         self._write(trainer)
 
     @override
@@ -146,8 +146,9 @@ class RunJournal(WindowCallback):
         super().on_exception(trainer, pl_module, exception)
         if self.file is not None:
             named = f"{type(exception).__name__}: {exception}"
-            self._note(trainer, "exception", trainer.global_step, message=named)
+            self._note(trainer, "exception", trainer.global_step, {"message": named})
             self._write(trainer)
+            self.file = None
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -158,10 +159,12 @@ class RunJournal(WindowCallback):
         self._write(trainer)
         self.file = None
 
-    def _note(self, trainer: pl.Trainer, kind: str, update: int, **figures: Any) -> None:
+    def _note(
+        self, trainer: pl.Trainer, kind: str, update: int, figures: Mapping[str, Any] | None = None
+    ) -> None:
         if trainer.is_global_zero and self.file is not None:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            self._rows.append({"kind": kind, "update": update, "time": now, **figures})
+            self._rows.append({**(figures or {}), "kind": kind, "update": update, "time": now})
 
     def _write(self, trainer: pl.Trainer) -> None:
         """Append what there is; a file that cannot be written stops nothing, and is spoken of."""

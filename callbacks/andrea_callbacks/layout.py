@@ -73,10 +73,10 @@ class TensorBoardLayout(Callback):
     def _options(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Scalar]:
         options: dict[str, Any] = {}
         for owner in (pl_module, cast(Any, trainer).datamodule):
-            if isinstance(owner, HasHyperparameters):
-                options |= dict(owner.hyperparameters)
-            elif isinstance(getattr(owner, "hparams", None), Mapping):
-                options |= dict(cast("Mapping[str, Any]", owner.hparams))
+            own = owner.hyperparameters if isinstance(owner, HasHyperparameters) else None
+            given = own if isinstance(own, Mapping) else getattr(owner, "hparams", None)
+            if isinstance(given, Mapping):
+                options |= dict(cast("Mapping[str, Any]", given))
         if trainer.optimizers:
             group = trainer.optimizers[0].param_groups[0]
             options["optimizer"] = type(trainer.optimizers[0]).__name__

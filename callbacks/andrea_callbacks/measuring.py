@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from andrea_callbacks.gradients import GradientMoment, GradientNorm, gradient_norm, optimizer_parameters
-from andrea_callbacks.protocols import ClipsGradients, MeasuresGradients, ReportsUpdates
+from andrea_callbacks.protocols import ClipsGradients, MeasuresGradients, reports_updates
 
 _measured: "WeakKeyDictionary[Optimizer, tuple[GradientMoment, GradientNorm]]" = WeakKeyDictionary()
 
@@ -21,7 +21,7 @@ def measured_norm(trainer: pl.Trainer, optimizer: Optimizer) -> GradientNorm:
     gradient is replaced or written to.
     """
     module = trainer.lightning_module
-    for source in (module if isinstance(module, ReportsUpdates) else None, trainer.strategy):
+    for source in (module if reports_updates(module) else None, trainer.strategy):
         if isinstance(source, MeasuresGradients):
             return source.gradient_norm(optimizer)
     parameters = optimizer_parameters(optimizer)
@@ -41,6 +41,11 @@ def is_due(trainer: pl.Trainer, update: int, every: int) -> bool:
     return (update - 1) // max(len(trainer.optimizers), 1) % every == 0
 
 
+def optimizer_place(trainer: pl.Trainer, optimizer: Optimizer) -> str:
+    """Return an optimizer's place among the trainer's, as a key for what is known of it."""
+    return next((str(at) for at, each in enumerate(trainer.optimizers) if each is optimizer), "0")
+
+
 def scaler_of(trainer: pl.Trainer) -> torch.amp.GradScaler | None:
     """Return the trainer's GradScaler, None where there is none."""
     return getattr(trainer.precision_plugin, "scaler", None)
@@ -49,13 +54,19 @@ def scaler_of(trainer: pl.Trainer) -> torch.amp.GradScaler | None:
 def remaining_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
     """Return the GradScaler's scale where the gradients still carry it before the step, else 1.
 
-    Lightning leaves the gradients of a fused optimizer scaled; a module that reports its updates does not.
+    Lightning leaves the gradients of a fused optimizer scaled, unless the module has them unscaled itself.
     """
     scaler = scaler_of(trainer)
-    handles_unscaling = getattr(optimizer, "_step_supports_amp_scaling", False)
-    if scaler is None or not handles_unscaling or isinstance(trainer.lightning_module, ReportsUpdates):
+    if scaler is None or is_unscaled(scaler, optimizer):
         return 1.0
     return float(scaler.get_scale())
+
+
+def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    """Say whether a GradScaler has unscaled the gradients for the step to come."""
+    states = cast("dict[int, dict[str, Any]]", getattr(scaler, "_per_optimizer_states", {}))
+    stage = states[id(optimizer)].get("stage") if id(optimizer) in states else None
+    return getattr(stage, "name", "READY") != "READY"
 
 
 def clip_threshold(trainer: pl.Trainer, pl_module: pl.LightningModule) -> float | None:
@@ -64,7 +75,7 @@ def clip_threshold(trainer: pl.Trainer, pl_module: pl.LightningModule) -> float 
     `inf` where nothing is clipped, None where it cannot be known: under somebody's own manual optimization,
     with a `configure_gradient_clipping` of its own, or clipping by value.
     """
-    if isinstance(pl_module, ReportsUpdates):
+    if reports_updates(pl_module):
         bound = cast(Any, getattr(pl_module, "max_norm", None))
         return float(bound) if bound is not None else float("inf")
     kept = type(pl_module).configure_gradient_clipping is pl.LightningModule.configure_gradient_clipping

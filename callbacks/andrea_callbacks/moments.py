@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from andrea_callbacks.events import RunEvent
-from andrea_callbacks.gradients import is_sharded, local_gradient, squared_norms
-from andrea_callbacks.host import agree
+from andrea_callbacks.gradients import is_sharded, local_gradient, optimizer_parameters, squared_norms
+from andrea_callbacks.host import agree, widest
 from andrea_callbacks.measuring import is_due
 from andrea_callbacks.scalars import Value
 from andrea_callbacks.updates import ReportCallback
@@ -162,6 +162,11 @@ class MomentMonitor(ReportCallback):
         if every < 1:
             raise ValueError(f"MomentMonitor: every must be at least 1 update, got {every}")
         self.every = every
+        self.reset()
+
+    @override
+    def reset(self) -> None:
+        """Forget an earlier fit."""
         self._spike: _Spike | None = None
         self._skipped: list[int] = []
         self._due: list[tuple[int, Optimizer]] = []
@@ -179,7 +184,10 @@ class MomentMonitor(ReportCallback):
             self._skipped.append(report["update"])
 
     def take_event(self, trainer: pl.Trainer, event: RunEvent) -> None:
-        """Remember a spike, unless more of an earlier one is left."""
+        """Remember a spike, unless more of an earlier one is left; and updates that FiniteGuard skipped."""
+        if event.kind == "nonfinite" and event.details.get("skipped") and self._spike is not None:
+            self._skipped.append(event.update)
+            return
         norm, threshold = event.details.get("norm"), event.details.get("clip_threshold")
         if event.kind != "spike" or norm is None or threshold is None:
             return
@@ -244,7 +252,8 @@ class MomentMonitor(ReportCallback):
         """Return how many updates have changed the moments since the spike."""
         if self._spike is None:
             return 0
-        return update - self._spike.update - sum(each > self._spike.update for each in self._skipped)
+        skipped = {each for each in self._skipped if each > self._spike.update}
+        return update - self._spike.update - len(skipped)
 
     def _is_fresh(self, optimizer: Optimizer, update: int) -> bool:
         betas = _betas(optimizer)
@@ -297,14 +306,15 @@ def _moment_sums(optimizer: Optimizer) -> tuple[Tensor, Tensor] | None:
         second = [local_gradient(state["exp_avg_sq"]) for state in states if "exp_avg_sq" in state]
         found |= bool(first and second)
         device = parameters[0].device if parameters else torch.device("cpu")
-        nothing = torch.zeros((), dtype=torch.float64, device=device)
+        nothing = torch.zeros((), dtype=widest(device), device=device)
         firsts.append(squared_norms([each.contiguous() for each in first])[:, 0].sum() if first else nothing)
-        sums = [each.sum(dtype=torch.float64) for each in second]
+        sums = [each.sum(dtype=widest(device)) for each in second]
         seconds.append(torch.stack(sums).sum() if sums else nothing)
     if not found:
         return None
-    result = torch.stack(firsts), torch.stack(seconds)
+    home = next((each.device for each in optimizer_parameters(optimizer)), torch.device("cpu"))
+    result = tuple(torch.stack([each.to(home, widest(home)) for each in part]) for part in (firsts, seconds))
     if any(is_sharded(each) for group in optimizer.param_groups for each in group["params"]):
         for each in result:
             agree(each, "sum")
-    return result
+    return result[0], result[1]

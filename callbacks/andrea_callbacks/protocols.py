@@ -36,6 +36,14 @@ class ReportsUpdates(Protocol):
     """
 
 
+def reports_updates(module: object) -> bool:
+    """Say whether a module reports its updates; one that has another thing by that name does not."""
+    if not isinstance(module, ReportsUpdates):
+        return False
+    report: Any = module.update_report
+    return report is None or isinstance(report, Mapping)
+
+
 @runtime_checkable
 class SettlesUpdates(Protocol):
     """A module that may learn of an update's outcome after its training step."""

@@ -1,5 +1,6 @@
 """Running micro-batches again to see what was in them, without leaving a trace in the run."""
 
+import copy
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -7,6 +8,8 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.nn import SyncBatchNorm
+from torchmetrics import Metric
 
 from andrea_callbacks.gradients import is_sharded
 from andrea_callbacks.protocols import SequenceLosses, SumsLosses
@@ -37,25 +40,41 @@ def loss_function(pl_module: pl.LightningModule, replay: ReplayFunction | None) 
     """
     if any(map(is_sharded, pl_module.parameters())):
         raise ReplayUnavailable("attribution is not available: the parameters are sharded over ranks (FSDP2)")
+    if pl_module.trainer.world_size > 1 and any(
+        isinstance(each, SyncBatchNorm) for each in pl_module.modules()
+    ):
+        raise ReplayUnavailable("attribution is not available: SyncBatchNorm would wait for the other ranks")
     if replay is not None:
         given = replay
         return lambda micro_batch: given(pl_module, micro_batch)
-    if isinstance(pl_module, SequenceLosses):
-        return pl_module.sequence_losses
-    if isinstance(pl_module, SumsLosses):
-        return pl_module.loss_sum
+    for owner, offered in ((SequenceLosses, "sequence_losses"), (SumsLosses, "loss_sum")):
+        if isinstance(pl_module, owner) and callable(getattr(pl_module, offered)):
+            return getattr(pl_module, offered)
     raise ReplayUnavailable(NO_REPLAY)
+
+
+def replay_failed(error: Exception) -> str:
+    """Return what a report says of a replay that raised."""
+    return f"attribution is not available: running the update again raised {type(error).__name__}: {error}"
 
 
 @contextmanager
 def undisturbed(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Generator[None, None, None]:
-    """Run networks in the training step's precision; put random states, buffers and modes back afterwards."""
+    """Run networks in the training step's precision, and leave no trace.
+
+    Put back are random states, buffers (also ones that were replaced), the states of torchmetrics, modes,
+    gradients and `requires_grad`; what is logged in between is dropped. What else a module keeps in plain
+    attributes, and what hooks of its own do, is out of reach.
+    """
     state = RandomState(pl_module.device)
     generators = [(each, each.get_state()) for each in _generators(pl_module)]
-    buffers = [(each, each.clone()) for each in pl_module.buffers()]
     modes = [(each, each.training) for each in pl_module.modules()]
+    parameters = [(each, each.grad, each.requires_grad) for each in pl_module.parameters()]
+    buffers = [(part, dict(part._buffers)) for part in pl_module.modules()]  # pyright: ignore[reportPrivateUsage]
+    values = {id(each): each.clone() for _, kept in buffers for each in kept.values() if each is not None}
+    metrics = [(each, copy.deepcopy(vars(each))) for each in pl_module.modules() if isinstance(each, Metric)]
     try:
-        with torch.enable_grad(), trainer.precision_plugin.train_step_context():
+        with _unlogged(pl_module), torch.enable_grad(), trainer.precision_plugin.train_step_context():
             yield
     finally:
         state.restore()
@@ -63,10 +82,36 @@ def undisturbed(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Generator
             generator.set_state(kept)
         for module, was_training in modes:
             module.training = was_training
+        for parameter, gradient, required in parameters:
+            parameter.grad = gradient
+            parameter.requires_grad_(required)
+        for metric, kept in metrics:
+            vars(metric).update(kept)
         with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+            for module, kept in buffers:
+                module._buffers.update(kept)  # pyright: ignore[reportPrivateUsage]
+                for buffer in kept.values():
+                    if buffer is not None and not torch.equal(buffer, values[id(buffer)]):
+                        buffer.copy_(values[id(buffer)])
+
+
+@contextmanager
+def _unlogged(pl_module: pl.LightningModule) -> Generator[None, None, None]:
+    """Have the module's `log` and `log_dict` do nothing."""
+    names = ("log", "log_dict")
+    kept = {name: vars(pl_module)[name] for name in names if name in vars(pl_module)}
+    for name in names:
+        vars(pl_module)[name] = _say_nothing
+    try:
+        yield
+    finally:
+        for name in names:
+            vars(pl_module).pop(name, None)
+        vars(pl_module).update(kept)
+
+
+def _say_nothing(*_: Any, **__: Any) -> None:
+    """Stand in for a module's `log`."""
 
 
 def _generators(module: nn.Module) -> list[torch.Generator]:

@@ -16,6 +16,10 @@ from andrea_callbacks.host import widest
 Value = Tensor | float | int
 
 
+LATE = 2
+"""Newest steps that a full buffer keeps back; what is learnt of an update during the next still joins it."""
+
+
 class ScalarBuffer:
     """What is still to be written for one trainer; shared by all callbacks, so that a step is one row.
 
@@ -34,7 +38,7 @@ class ScalarBuffer:
         if not self._loggers():
             return
         if step not in self._steps and len(self._steps) >= self.capacity:
-            self.flush()
+            self._write(sorted(self._steps)[:-LATE])
         kept = self._steps.setdefault(step, {})
         kept.update(
             {
@@ -45,8 +49,11 @@ class ScalarBuffer:
 
     def flush(self) -> None:
         """Write all scalars to all loggers, each step once, in increasing order."""
-        steps, self._steps = self._steps, {}
-        for step, values in zip(sorted(steps), to_host([steps[step] for step in sorted(steps)]), strict=True):
+        self._write(sorted(self._steps))
+
+    def _write(self, steps: list[int]) -> None:
+        rows = [self._steps.pop(step) for step in steps]
+        for step, values in zip(steps, to_host(rows), strict=True):
             for logger in self._loggers():
                 logger.log_metrics(values, step=step)
 
@@ -111,6 +118,15 @@ class ScalarCallback(Callback):
         """What the state goes by in a checkpoint: the class, and the name where one was given."""
         kind = type(self).__qualname__
         return kind if self.name is None else f"{kind}[{self.name}]"
+
+    def reset(self) -> None:
+        """Forget an earlier fit of this instance; what a checkpoint holds is loaded after this."""
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Start afresh with every fit."""
+        if stage == "fit":
+            self.reset()
 
     def record(self, trainer: pl.Trainer, step: int, values: Mapping[str, Value]) -> None:
         """Keep scalars for update `step`."""

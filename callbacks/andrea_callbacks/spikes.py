@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -28,14 +28,13 @@ from andrea_callbacks.identity import (
     spell,
     text_of,
 )
-from andrea_callbacks.measuring import clip_threshold, measured_norm, remaining_scale
-from andrea_callbacks.protocols import NamesSources
-from andrea_callbacks.replay import ReplayFunction, ReplayUnavailable, loss_function
+from andrea_callbacks.measuring import clip_threshold, measured_norm, optimizer_place, remaining_scale
+from andrea_callbacks.replay import ReplayFunction, ReplayUnavailable, loss_function, replay_failed
 from andrea_callbacks.scalars import add_text
 from andrea_callbacks.window import UpdateWindow, WindowCallback
 
 MOST_SOURCES = 256
-"""Sources told apart where no datamodule names them; the rest share the last place."""
+"""Sources told apart; the rest share the last place."""
 
 SHOWN = 10
 """Sequences in the picture and in the text of a report."""
@@ -66,11 +65,13 @@ class SpikeForensics(WindowCallback):
     Under automatic optimization and in modules that report their updates the loss is that of the whole
     update; under somebody's own manual optimization the sum of what backward passes started from since the
     last step. Each optimizer has statistics of its own. A report costs as much time as an update for each
-    sequence, and the memory of two more gradients.
+    sequence, and the memory of three more gradients; losses that wait for other ranks by themselves (gathered
+    contrastive losses) cannot be run again on several ranks. Where the replay raises the report says so.
 
     On a CPU a report is made before the step. On an accelerator nothing waits: a spike is known during the
     next update, and the replay runs on weights that are one update on; the report says so. With `wait` every
-    update waits for its norm, and the report is made before the step there too.
+    update waits for its norm, and the report is made before the step there too. A GradScaler's scale is read
+    at every update; the scaler itself waits for the device then.
 
     A report is a folder `reports/update-000412-spike` in the trainer's log folder: `report.json`,
     `picture.svg`, `sequences.txt` where text can be decoded. A table goes to loggers that take text, one line
@@ -138,7 +139,12 @@ class SpikeForensics(WindowCallback):
         self.replay = replay
         self.decode = decode
         self.folder = folder
-        self.spikes = 0
+        self.reset()
+
+    @override
+    def reset(self) -> None:
+        """Forget an earlier fit."""
+        self.spikes: int = 0
         """Spikes so far."""
         self._detectors: dict[str, SpikeDetector] = {}
         self._mixtures = MixtureTracker()
@@ -157,12 +163,9 @@ class SpikeForensics(WindowCallback):
     ) -> None:
         """Judge the update, or the one before where its figures have only arrived now."""
         self._judge_waiting(trainer, pl_module)
-        place = next(
-            (str(at) for at, each in enumerate(trainer.optimizers) if each is optimizer), "0"
-        )  # trainer.optimizers are raw
         waiting = _Waiting(
             update=trainer.global_step + 1,
-            place=place,
+            place=optimizer_place(trainer, optimizer),
             figures=HostCopy(self._figures(trainer, optimizer)),
             window=self.window,
             optimizer=optimizer,
@@ -172,6 +175,12 @@ class SpikeForensics(WindowCallback):
             self._judge(trainer, pl_module, waiting, is_before=True)
         else:
             self._waiting.append(waiting)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Judge the last update, so that its figures come first."""
+        self._judge_waiting(trainer, pl_module)
+        super().on_validation_start(trainer, pl_module)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -210,26 +219,29 @@ class SpikeForensics(WindowCallback):
         norm = measured_norm(trainer, optimizer).total.detach() / remaining_scale(trainer, optimizer)
         loss = self.window_loss(trainer)
         figures = side_by_side(norm, float("nan") if loss is None else loss)
-        agree(figures[1:], "mean")
-        tokens = self._tokens_of_sources(trainer, figures)
-        return figures if tokens is None else torch.cat([figures, agree(tokens, "sum")])
+        tokens = self._tokens_of_sources(figures)
+        # one reduction whatever the batches hold, since every rank must take part and judge alike
+        return agree(torch.cat([figures, tokens]), "mean")
 
-    def _tokens_of_sources(self, trainer: pl.Trainer, like: Tensor) -> Tensor | None:
-        """Return the tokens of each source in the window, None where batches do not say their source."""
-        tokens: Tensor | None = None
+    def _tokens_of_sources(self, like: Tensor) -> Tensor:
+        """Return (MOST_SOURCES,) tokens of each source in the window, zeros where batches do not say it."""
+        tokens = like.new_zeros(MOST_SOURCES)
         for micro_batch in self.window.micro_batches:
             batch = fields(micro_batch)
-            sources = batch.get("source_id")
-            if not isinstance(sources, Tensor) or sources.ndim != 1:
-                return None
-            if tokens is None:
-                datamodule = cast(Any, trainer).datamodule
-                known = isinstance(datamodule, NamesSources)
-                tokens = like.new_zeros(len(datamodule.source_names) if known else MOST_SOURCES)
-            mask = batch.get("valid_mask")
+            sources, mask = batch.get("source_id"), batch.get("valid_mask")
+            if not isinstance(sources, Tensor) or sources.ndim != 1 or sources.dtype != torch.int64:
+                continue
             is_text = sources >= 0  # fillers have no source
-            weights = mask.sum(1) if isinstance(mask, Tensor) and mask.ndim == 2 else torch.ones_like(sources)
-            tokens.index_add_(0, sources.clamp(0, len(tokens) - 1), (weights * is_text).to(tokens.dtype))
+            weights = torch.ones_like(sources)
+            if (
+                isinstance(mask, Tensor)
+                and mask.dtype == torch.bool
+                and mask.ndim > 1
+                and len(mask) == len(sources)
+            ):
+                weights = mask.flatten(1).sum(1)
+            places = sources.clamp(0, MOST_SOURCES - 1).to(tokens.device)
+            tokens.index_add_(0, places, (weights * is_text).to(tokens))
         return tokens
 
     def _judge_waiting(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -315,12 +327,18 @@ class SpikeForensics(WindowCallback):
         title: str,
     ) -> str:
         """Write the report of a spike and return what the console line says of its origin."""
-        attribution: Attribution | None = None
+        attribution, failed = None, list[str]()
         try:
             attribution = self._attribute(trainer, pl_module, waiting, is_before, norm)
             report["attribution"] = attribution.to_dict()
         except ReplayUnavailable as reason:
-            report["attribution"] = {"unavailable": str(reason)}
+            failed = [str(reason)]
+        except Exception as error:  # the user's code, or what it was given: the run goes on
+            failed = [replay_failed(error)]
+            rank_zero_warn(f"update {waiting.update}: {failed[0]}")
+        failed = gathered(failed)
+        if failed:
+            attribution, report["attribution"] = None, {"unavailable": failed[0]}
         report["sequences"] = gathered(_identities(trainer, waiting.window))
         origin, bundle = "", Bundle(figures=report)
         if attribution is not None and attribution.sequences:

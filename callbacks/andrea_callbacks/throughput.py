@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -12,10 +12,14 @@ from typing_extensions import override
 
 from andrea_callbacks.host import HostCopy, agree, widest
 from andrea_callbacks.identity import fields
-from andrea_callbacks.protocols import CountsTokens, HoldsMicroBatches, ReportsUpdates, SaysFlops
+from andrea_callbacks.protocols import CountsTokens, HoldsMicroBatches, SaysFlops, reports_updates
 from andrea_callbacks.updates import ReportCallback
 
 PHASES: tuple[str, ...] = ("data", "forward", "backward", "clip", "step", "other")
+
+
+MOST_SPANS = 100_000
+"""Marks kept between two records; where no step is ever seen there is no record."""
 
 
 class _Clock:
@@ -43,10 +47,9 @@ class Throughput(ReportCallback):
 
     The phases: `data`, waiting for the batch, on the host; `forward` and `backward`; `clip` and `step`, which
     can be told apart with a module that reports its own clip, and are both in `step` with any other; `other`,
-    the rest between two batches, validation, checkpoints and callbacks included. On a CUDA device, times
-    other than `data` and `clip` are the device's, read every `every` updates; on other accelerators the
-    host's, which asks for work before it is done. A validation's time is in `other`, and not in tokens a
-    second.
+    the rest between two batches, with checkpoints and other callbacks. On a CUDA device, times other than
+    `data` and `clip` are the device's, read every `every` updates; on other accelerators the host's, which
+    asks for work before it is done. The time of a validation counts nowhere.
 
     Tokens are label tokens as the module reports them, or counts them (`count_tokens(micro_batch)`), or as
     batches say (`num_tokens`); the padding is known where batches have a `valid_mask`, FLOP/s where the
@@ -163,29 +166,29 @@ class Throughput(ReportCallback):
 
     def _pass(self, phase: str) -> None:
         now = self._clock.mark()
-        if self._mark is not None:
+        if self._mark is not None and len(self._spans) < MOST_SPANS:
             self._spans.append((phase, self._mark, now))
         self._mark = now
 
     def _count(self, pl_module: pl.LightningModule, micro_batch: Any) -> None:
         batch = fields(micro_batch)
-        if not isinstance(pl_module, ReportsUpdates):
+        if not reports_updates(pl_module):
             counted = batch.get("num_tokens")
-            if isinstance(pl_module, CountsTokens):
+            if isinstance(pl_module, CountsTokens) and callable(pl_module.count_tokens):
                 counted = pl_module.count_tokens(micro_batch)
-            if isinstance(counted, Tensor):
+            if isinstance(counted, Tensor) and not counted.ndim:
                 self._counted = counted if self._counted is None else self._counted + counted
-            elif counted is not None:
+            elif isinstance(counted, int):
                 self._tokens += counted
         mask = batch.get("valid_mask")
-        if isinstance(mask, Tensor):
+        if isinstance(mask, Tensor) and mask.dtype == torch.bool:
             self._places += mask.numel()
             valid = mask.sum()
             self._valid = valid if self._valid is None else self._valid + valid
 
     def _report(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         elapsed = time.perf_counter() - self._since
-        reports = isinstance(pl_module, ReportsUpdates)
+        reports = reports_updates(pl_module)
         tokens, valid, places = self._totals(pl_module.device, reports)
         seconds = dict.fromkeys(PHASES, 0.0)
         for phase, start, end in self._spans:
@@ -201,8 +204,9 @@ class Throughput(ReportCallback):
         values["throughput/updates_per_second"] = self._updates / elapsed
         if tokens:
             values["throughput/tokens_per_second"] = tokens / elapsed
-            if isinstance(pl_module, SaysFlops):
-                values["throughput/flops_per_second"] = pl_module.flops_per_token * tokens / elapsed
+            if isinstance(getattr(pl_module, "flops_per_token", None), (int, float)):
+                flops = cast(SaysFlops, pl_module).flops_per_token
+                values["throughput/flops_per_second"] = flops * tokens / elapsed
         if places:
             values["throughput/padding_share"] = 1.0 - valid / places
         self.record(trainer, trainer.global_step, values)

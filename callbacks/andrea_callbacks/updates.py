@@ -93,6 +93,11 @@ class EpochSummary(ReportCallback):
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
+        self.reset()
+
+    @override
+    def reset(self) -> None:
+        """Forget an earlier fit."""
         self.last: dict[str, float | int] = {}
         self._reports: list[tuple[Any, int]] = []
         self._loss_sum = 0.0

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from andrea_callbacks.gradients import is_sharded, local_gradient, optimizer_parameters, squared_norms
-from andrea_callbacks.host import agree
+from andrea_callbacks.host import agree, widest
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,11 +71,12 @@ def _squares(optimizer: Optimizer, before: dict[int, Tensor]) -> tuple[Tensor, T
         new = [local_gradient(each.detach()) for each in parameters if id(each) in before]
         moved = [_wide(after) - _wide(kept) for after, kept in zip(new, old, strict=True)]
         device = parameters[0].device if parameters else torch.device("cpu")
-        nothing = torch.zeros((), dtype=torch.float64, device=device)
+        nothing = torch.zeros((), dtype=widest(device), device=device)
         weights.append(squared_norms(old)[:, 0].sum() if old else nothing)
         changes.append(squared_norms(moved)[:, 0].sum() if moved else nothing)
-    result = torch.stack(weights), torch.stack(changes)
+    home = next((each.device for each in optimizer_parameters(optimizer)), torch.device("cpu"))
+    result = tuple(torch.stack([each.to(home, widest(home)) for each in part]) for part in (weights, changes))
     if any(map(is_sharded, optimizer_parameters(optimizer))):
         for each in result:
             agree(each, "sum")
-    return result
+    return result[0], result[1]

@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -23,6 +23,9 @@ from andrea_callbacks.updates import ReportCallback
 
 MOST_BATCHES = 64
 """Batches kept while no optimizer steps, unless Lightning is told to accumulate more."""
+
+MOST_LOSSES = 4096
+"""Losses kept while no optimizer steps."""
 
 
 class RandomState:
@@ -111,13 +114,13 @@ class WindowCallback(ReportCallback):
             window.states.clear()
             window.losses.clear()
             window.is_whole = False
-        window.micro_batches += parts
+        window.micro_batches += [_kept(part) for part in parts]
         window.states += [RandomState(pl_module.device), *[None] * (len(parts) - 1)]
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Keep a loss, without waiting for it."""
-        if len(self.window.losses) >= 100_000:
+        if len(self.window.losses) >= MOST_LOSSES:
             self.window.losses.clear()
         self.window.losses.append(loss.detach())
 
@@ -129,6 +132,20 @@ class WindowCallback(ReportCallback):
         if trainer.global_step != self._step:
             self._step = trainer.global_step
             self.previous, self.window = self.window, UpdateWindow()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let go of the micro-batches."""
+        super().on_train_end(trainer, pl_module)
+        self.window, self.previous = UpdateWindow(), UpdateWindow()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Let go of the micro-batches."""
+        super().on_exception(trainer, pl_module, exception)
+        self.window, self.previous = UpdateWindow(), UpdateWindow()
 
     def window_loss(self, trainer: pl.Trainer) -> Tensor | None:
         """Return what this rank's backward passes started from since the last step, added up and unscaled."""
@@ -146,3 +163,8 @@ class WindowCallback(ReportCallback):
             if window.micro_batches and window.is_whole and first <= update:
                 return window
         return None
+
+
+def _kept(micro_batch: Any) -> Any:
+    """Return a micro-batch that stays as it is when a training step takes keys out of it."""
+    return dict(cast("Mapping[Any, Any]", micro_batch)) if type(micro_batch) is dict else micro_batch
