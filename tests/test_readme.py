@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
 
-from andrea_callbacks import MomentMonitor, RunEvent
+from andrea_callbacks import RunEvent, publish_event
 from andrea_pl import LanguageModule, RoPELanguageModel, TextDataModule, TextSource, TransformerConfig
 from projects import everything
 from toy import build_trainer
@@ -100,11 +101,13 @@ def test_glossary_has_every_scalar(tmp_path: Path) -> None:
         val_fraction=0,
     )
     shape = TransformerConfig(vocab_size=32, block_size=8, d_model=8, n_heads=2, n_layers=1)
-    spike = RunEvent(kind="spike", update=3, message="", details={"norm": 9.0, "clip_threshold": 1.0})
-    callbacks = everything()
-    monitor = next(each for each in callbacks if isinstance(each, MomentMonitor))
-    trainer = build_trainer(callbacks=callbacks, logger=logger, max_epochs=1)
-    monitor.take_event(trainer, spike)
+
+    class Spike(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            details = {"norm": 9.0, "clip_threshold": 1.0}
+            publish_event(trainer, RunEvent(kind="spike", update=3, message="", details=details))
+
+    trainer = build_trainer(callbacks=[*everything(), Spike()], logger=logger, max_epochs=1)
     trainer.fit(LanguageModule(shape, lr=1e-3), datamodule=data)
     events = EventAccumulator(logger.log_dir)
     events.Reload()

@@ -84,11 +84,17 @@ def test_state_goes_through_a_checkpoint(name: str, tmp_path: Path) -> None:
     assert repr(second.state_dict()) == repr(first.state_dict())  # where NaN is like NaN
     again = BUILDERS[name]()
     resumed, _ = run([again], ckpt_path=tmp_path / "a.ckpt", max_epochs=2)
-    straight = BUILDERS[name]()
-    run([straight], max_epochs=2)
     assert resumed.global_step == 24
-    if name not in ("EpochSummary", "SpikeForensics"):  # dropout draws differ after a resume
-        assert again.state_dict().keys() == straight.state_dict().keys()
+    counts = {
+        "PreClipNorm": {"counted": 24.0, "has_named": True},
+        "FiniteGuard": {"flagged": 0, "reports": 0},
+    }
+    state = again.state_dict()
+    assert {key: state[key] for key in counts.get(name, {})} == counts.get(name, {})
+    if name == "SpikeForensics":
+        assert len(state["detectors"]["0/norm"]["levels"]) == 16  # a sixth of the history, over both runs
+    if name == "CoherenceGate":
+        assert state["last"] is not None
 
 
 @EACH
@@ -98,7 +104,7 @@ def test_any_loggers(name: str, logger: Any, tmp_path: Path) -> None:
     trainer, _ = run([BUILDERS[name]()], logger=loggers, default_root_dir=tmp_path)
     assert trainer.global_step == 12
     if logger == "two":
-        assert loggers[0].rows == loggers[1].rows or any("throughput" in str(row) for row in loggers[0].rows)
+        assert loggers[0].rows == loggers[1].rows
         assert [step for step, _ in loggers[0].rows] == sorted(step for step, _ in loggers[0].rows)
 
 

@@ -163,10 +163,15 @@ def test_layout_and_hyperparameters(tmp_path: Path) -> None:
     events.Reload()
     text = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     layout = layout_pb2.Layout.FromString(text)
-    charts = {chart.title: list(chart.multiline.tag) for part in layout.category for chart in part.chart}
-    assert charts["loss"][:2] in (["train/loss", "val/loss"], ["data/prose/loss", "data/lists/loss"])
-    assert "train/grad_norm_clipped" in charts["norm"]
-    assert charts["weight"] == ["data/prose/weight", "data/lists/weight"]
+    charts = {
+        (part.title, chart.title): list(chart.multiline.tag)
+        for part in layout.category
+        for chart in part.chart
+    }
+    assert charts["update", "loss"] == ["train/loss", "val/loss"]
+    assert charts["update", "norm"] == ["train/grad_norm", "train/grad_norm_clipped", "train/clip_threshold"]
+    assert charts["sources", "loss"] == ["data/prose/loss", "data/lists/loss"]
+    assert charts["sources", "weight"] == ["data/prose/weight", "data/lists/weight"]
     assert events.Scalars("train/clip_threshold")[0].value == 1.0
     final = events.Scalars("final/train_loss")
     assert [each.step for each in final] == [6]

@@ -91,3 +91,12 @@ def test_sharded_parameters_are_not_attributed(both: list[Results]) -> None:
         assert report["norm"] == pytest.approx(
             both[0]["spike"]["reports"]["update-000070-spike"]["norm"], rel=0.05
         )
+
+
+def test_ranks_that_differ_wait_for_nobody(both: list[Results], alone: Results) -> None:
+    """Sources on one rank alone, a replay that fails on the other: all decide alike, and it is said."""
+    for results in (*both, alone):
+        assert results["lopsided"]["spikes"] == 1
+        said = results["lopsided"]["report"]["attribution"]["unavailable"]
+        assert "ValueError: this rank cannot" in said
+        assert results["lopsided"]["report"]["mixture"] == {"source 0": 1.0} or results is alone

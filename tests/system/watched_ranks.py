@@ -156,7 +156,40 @@ def automatic(policy: Any) -> dict[str, Any]:
     }
 
 
+def lopsided() -> dict[str, Any]:
+    """Only rank zero's batches say their source, and the last rank's replay fails."""
+    folder = FOLDER / "lopsided"
+
+    def replay(module: Any, batch: dict[str, Tensor]) -> Tensor:
+        if trainer.global_rank == RANKS - 1:
+            raise ValueError("this rank cannot")
+        return module.row_losses(batch["x"])
+
+    class Keyed(Rows):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return self.row_losses(batch["x"]).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-5)
+
+    spikes = SpikeForensics(replay=replay, folder=str(folder))
+    trainer = build_trainer(
+        callbacks=[spikes], devices=RANKS, strategy=strategy_of("ddp"), default_root_dir=FOLDER / "root"
+    )
+    rank = trainer.global_rank
+    batches = []
+    for number in range(40):
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(100 * rank + number))
+        batch = {"x": x * (40.0 if number == 34 and rank == 0 else 1.0)}
+        batches.append(batch | ({"source_id": torch.zeros(2, dtype=torch.int64)} if rank == 0 else {}))
+    trainer.fit(Keyed(), ListLoader(batches))
+    trainer.strategy.barrier()
+    report = json.loads((folder / "update-000035-spike" / "report.json").read_text())
+    return {"spikes": spikes.spikes, "report": report}
+
+
 SCENARIOS = {
+    "lopsided": lopsided,
     "spike": lambda: language("ddp"),
     "unwatched": lambda: language("ddp", watched=False),
     "poisoned": lambda: language("ddp", poisoned=True),
