@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -57,6 +58,9 @@ CLIP_STRATEGIES: dict[str, type[Strategy]] = {
     for each in (ClipSingleDeviceStrategy, ClipDDPStrategy, ClipModelParallelStrategy)
 }
 """The strategies that carry the clip hook, by the names they are registered under."""
+
+NO_CALLBACK = r" *- Problem with given class_path 'lightning.Callback':\n.*\n"
+"""What the parser adds to the faults of any callback: that the base class would not do either."""
 
 LIBRARY_REMEDY = "Add the import path to import_path_allowlist in set_parsing_settings to allow it"
 
@@ -178,6 +182,7 @@ class CommandParser(LightningArgumentParser):
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Say how a module is trusted, where a configuration named another."""
+        message = re.sub(NO_CALLBACK, "", message)
         remedy = f"{TRUST_FLAG} NAME allows it, on the command line, if you trust NAME"
         super().error(message.replace(LIBRARY_REMEDY, remedy), ex)
 
@@ -229,6 +234,16 @@ class AndreaCLI(LightningCLI):
         """Let the data decide vocabulary and block size, when arguments are parsed."""
         parser.link_arguments("data.vocab_size", "model.network.vocab_size")
         parser.link_arguments("data.block_size", "model.network.block_size")
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Say what a class refuses in one line."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(str(error)) from error
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:

@@ -6,9 +6,9 @@ norm |g_i|    share g_i·g / |g|², all shares add up to 1    cosine g_i·g / |g
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
@@ -18,6 +18,8 @@ from andrea_callbacks.host import agree, widest
 from andrea_callbacks.identity import Identity, gathered, identify
 from andrea_callbacks.replay import LossFunction, gradients_of, run_again, undisturbed
 from andrea_callbacks.window import UpdateWindow
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,7 @@ def attribute(
     """
     parameters = [each for each in parameters if each.requires_grad]
     with undisturbed(trainer, pl_module), torch.no_grad():
-        replayed = _replayed(pl_module, window, losses_of, parameters)  # raises on all ranks or on none
+        replayed = _replayed(pl_module, window, losses_of, parameters)
         squared = _dot(replayed, replayed)
         if whole is None:
             whole, agreement = replayed, None
@@ -89,7 +91,8 @@ def attribute(
             agreement = product / math.sqrt(squared * size) if squared and size else 0.0
         ruler = _Ruler(whole=whole, size=size, factor=factor, is_replayed=agreement is None)
         del replayed
-        sequences = gathered(_sequences(trainer, pl_module, window, losses_of, parameters, ruler))
+        mine = together(lambda: _sequences(trainer, pl_module, window, losses_of, parameters, ruler))
+        sequences = gathered(mine)
         sources = _sources(pl_module, window, losses_of, parameters, ruler, sequences)
     return Attribution(
         sequences=_largest_first(sequences), sources=_largest_first(sources), norm=norm, agreement=agreement
@@ -126,10 +129,24 @@ def _replayed(
 ) -> list[Tensor]:
     """Return the gradient of the whole window, over all ranks."""
     total = [torch.zeros_like(each) for each in parameters]
-    fault: Exception | None = None
-    try:
+
+    def add_up() -> None:
         for _, _, run in run_again(losses_of, window, pl_module.device):
             _add(total, _gradient(run, None, parameters))
+
+    together(add_up)
+    return _over_ranks(total)
+
+
+def together(stage: Callable[[], T]) -> T:
+    """Run a stage of a rank's own work; where it raises on one rank, it raises on all.
+
+    All ranks must call this together; afterwards they can go on to the next reduction.
+    """
+    result: T | None = None
+    fault: Exception | None = None
+    try:
+        result = stage()
     except Exception as error:  # whatever it is, the other ranks wait for this one's word
         fault = error
     faults = gathered([] if fault is None else [f"{type(fault).__name__}: {fault}"])
@@ -137,7 +154,7 @@ def _replayed(
         raise fault
     if faults:
         raise RuntimeError(f"on another rank, {faults[0]}")
-    return _over_ranks(total)
+    return cast(T, result)
 
 
 def _sequences(
@@ -184,9 +201,13 @@ def _sources(
             if identity.get("source") == name and identity["rank"] == rank:
                 rows.setdefault(identity["micro_batch"], []).append(identity["row"] - 1)
         total = [torch.zeros_like(each) for each in parameters]
-        for number, _, run in run_again(losses_of, window, pl_module.device):
-            if number in rows:
-                _add(total, _gradient(run, rows[number], parameters))
+
+        def add_up(total: list[Tensor] = total, rows: dict[int, list[int]] = rows) -> None:
+            for number, _, run in run_again(losses_of, window, pl_module.device):
+                if number in rows:
+                    _add(total, _gradient(run, rows[number], parameters))
+
+        together(add_up)
         loss = sum(part.loss for part in sequences if part.identity.get("source") == name)
         parts.append(ruler.part({"source": name}, loss, _over_ranks(total)))
     return parts

@@ -216,13 +216,13 @@ class CoherenceGate(ScalarCallback):
         self.seed = seed
         self.generate = generate
         self.known = None if known is None else frozenset(known)
-        self._given = self.known
         self.reset()
 
     @override
     def reset(self) -> None:
         """Forget an earlier fit."""
-        self.known = self._given
+        self._words: frozenset[str] | None = None
+        self._failures = 0
         self.low: int = 0
         """Samples in a row so far that were too low."""
         self.last: float | None = None
@@ -243,11 +243,12 @@ class CoherenceGate(ScalarCallback):
                 stacklevel=2,
             )
             return
-        if self.known is None:
+        self._words = None if self.known is None else frozenset(self.known)
+        if self._words is None:
             datamodule = cast(Any, trainer).datamodule
             if isinstance(datamodule, KnowsWords):
-                self.known = frozenset(datamodule.known_words()) or None
-            if self.known is None:
+                self._words = frozenset(datamodule.known_words()) or None
+            if self._words is None:
                 rank_zero_info(
                     "CoherenceGate: no known words (known=, or the datamodule's known_words()); the score "
                     "takes noise for variety"
@@ -276,6 +277,7 @@ class CoherenceGate(ScalarCallback):
 
     def _sample(self, trainer: pl.Trainer, pl_module: pl.LightningModule, update: int) -> None:
         texts: list[str] = []
+        parts: list[Coherence] = []
         fault = ""
         if trainer.is_global_zero or any(map(is_sharded, pl_module.parameters())):
             generator = torch.Generator(pl_module.device).manual_seed(self.seed)
@@ -283,24 +285,21 @@ class CoherenceGate(ScalarCallback):
             try:
                 with undisturbed(trainer, pl_module), torch.no_grad():
                     texts = generate(pl_module, list(self.prompts), self.max_new_tokens, generator)
+                parts = [score_coherence(text, self._words) for text in _checked(texts, len(self.prompts))]
             except Exception as error:  # a generate that means something else, no tokenizer: the run goes on
                 fault = f"{type(error).__name__}: {error}"
-        parts = [score_coherence(text, self.known) for text in texts]
         score = sum(part.score for part in parts) / len(parts) if parts else 0.0
         score, fault = trainer.strategy.broadcast((score, fault))
         if fault:
-            self._is_able = False
-            rank_zero_warn(
-                f"CoherenceGate: nothing is sampled any more, since generate raised {fault}",
-                category=IncoherenceWarning,
-            )
+            self._fail(trainer, update, fault)
             return
+        self._failures = 0
         self.last = score
         if parts:
             means = {
                 name: sum(asdict(part)[name] or 0.0 for part in parts) / len(parts)
                 for name in ("bigrams", "trigrams", "words", "characters")
-                if name != "words" or self.known is not None
+                if name != "words" or self._words is not None
             }
             named = {f"coherence/{name}": value for name, value in means.items()}
             self.record(trainer, update, {"coherence/score": score} | named)
@@ -312,6 +311,16 @@ class CoherenceGate(ScalarCallback):
         self.low = self.low + 1 if score < self.threshold else 0
         if self.low >= self.patience:
             self._alarm(trainer, update, texts[0] if texts else "")
+
+    def _fail(self, trainer: pl.Trainer, update: int, fault: str) -> None:
+        """Say that there is no sample; after `patience` times in a row none is asked for any more."""
+        self._failures += 1
+        self._is_able = self._failures < self.patience
+        message = f"update {update}: CoherenceGate has no sample, since generate failed ({fault})"
+        if not self._is_able:
+            message += "; nothing is sampled any more"
+        rank_zero_warn(message, category=IncoherenceWarning)
+        publish_event(trainer, RunEvent(kind="coherence", update=update, message=message))
 
     def _alarm(self, trainer: pl.Trainer, update: int, sample: str) -> None:
         message = (
@@ -325,6 +334,19 @@ class CoherenceGate(ScalarCallback):
             rank_zero_warn(message, category=IncoherenceWarning)
         details = {"score": self.last, "low": self.low, "stops": self.action == "stop", "sample": sample}
         publish_event(trainer, RunEvent(kind="coherence", update=update, message=message, details=details))
+
+
+def _checked(texts: Any, count: int) -> list[str]:
+    """Return texts if they are a list of so many.
+
+    Raises:
+        TypeError: If they are anything else.
+    """
+    kind = type(cast(object, texts)).__name__
+    given = cast("list[Any]", texts) if kind == "list" else []
+    if len(given) != count or not all(isinstance(each, str) for each in given):
+        raise TypeError(f"generate must return a list of {count} texts, got {kind}")
+    return given
 
 
 def _generate(

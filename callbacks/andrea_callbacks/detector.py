@@ -21,6 +21,9 @@ NORMAL = 1.4826
 NORMAL_TAIL = 1.645
 """Distance from the median to the 95th percentile of a normal distribution, in standard deviations."""
 
+MOST_TAIL = 3.0
+"""A tail counts as at most so many times what the median absolute deviation says."""
+
 MEDIAN_SPREAD = math.pi / 2
 """Variance of a median over that of a mean, of normal values."""
 
@@ -206,13 +209,16 @@ class SpikeDetector:
         ]
 
     def _lost_by_rounding(self, mixture: Mixture, offset: float) -> float:
-        """Return what half a quarter of another source may change, by the mixtures one quarter away."""
+        """Return the deviation of an offset that may lie anywhere within half a quarter (uniformly).
+
+        Its size is that of the step to the mixture one quarter away with the largest offset.
+        """
         gaps = [
-            abs(median(values) - offset)
+            median(values) - offset
             for other, values in self._offsets.items()
             if len(values) >= self.MIN_OF_MIXTURE and 0 < _distance(mixture, other) <= 1
         ]
-        return max(gaps, default=0.0) / 2
+        return max([0.0, *gaps]) / math.sqrt(12)
 
     def _excess(self, age: int) -> float:
         return median(self._left[age]) if age and self._left[age] else 0.0
@@ -224,7 +230,7 @@ class SpikeDetector:
         middle = median(left)
         spread = NORMAL * median([abs(each - middle) for each in left])
         tail = (sorted(left)[-1 - len(left) // 20] - middle) / NORMAL_TAIL
-        return max(spread, tail, self.MIN_SCATTER)
+        return max(spread, min(tail, MOST_TAIL * spread), self.MIN_SCATTER)
 
 
 class MixtureTracker:

@@ -61,7 +61,8 @@ class FiniteGuard(WindowCallback):
     Lightning steps all the same is put back in `on_train_batch_end`; one that moves once an epoch, or waits
     for a metric, is left alone. `trainer.global_step` does advance: it counts attempts. With a GradScaler the
     scale falls as after an overflow. Weights or state that have a NaN do not mend: every update is skipped
-    from then on, until `max_consecutive`.
+    from then on, until `max_consecutive`. What the forward pass has written by then, such as BatchNorm's
+    running statistics, stays as it is; buffers are not looked at, since masks among them may hold -Inf.
 
     Args:
         policy: In modules that do not decide themselves: `raise` stops before the step, with weights and

@@ -62,6 +62,7 @@ class RunJournal(WindowCallback):
         self.file: Path | None = None
         """Where the journal of this run is, once it has started."""
         self._rows: list[dict[str, Any]] = []
+        self._skipped = 0
         self._written = time.monotonic()
 
     @override
@@ -93,6 +94,8 @@ class RunJournal(WindowCallback):
         if not reports_updates(pl_module):
             norm = measured_norm(trainer, optimizer).total / remaining_scale(trainer, optimizer)
             figures: dict[str, Any] = {"grad_norm": norm, "lr": float(optimizer.param_groups[0]["lr"])}
+            if self._skipped == trainer.global_step + 1:  # by FiniteGuard, which took the gradients
+                figures |= {"grad_norm": float("nan"), "outcome": "nonfinite_skip"}
             loss = self.window_loss(trainer)
             if loss is not None:
                 figures["loss"] = loss
@@ -107,6 +110,8 @@ class RunJournal(WindowCallback):
 
     def take_event(self, trainer: pl.Trainer, event: RunEvent) -> None:
         """Note an event."""
+        if event.kind == "nonfinite" and event.details.get("skipped"):
+            self._skipped = event.update
         self._note(trainer, event.kind, event.update, {**event.details, "message": event.message})
         self._write(trainer)
 

@@ -28,6 +28,10 @@ NO_REPLAY = (
 )
 
 
+METRIC_CACHES = ("_update_count", "_computed", "_forward_cache", "_is_synced", "_cache")
+"""Attributes of a torchmetrics Metric that an update writes, besides its states."""
+
+
 class ReplayUnavailable(Exception):  # noqa: N818 - nothing went wrong
     """A module's updates cannot be run again; the message says why."""
 
@@ -72,7 +76,7 @@ def undisturbed(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Generator
     parameters = [(each, each.grad, each.requires_grad) for each in pl_module.parameters()]
     buffers = [(part, dict(part._buffers)) for part in pl_module.modules()]  # pyright: ignore[reportPrivateUsage]
     values = {id(each): each.clone() for _, kept in buffers for each in kept.values() if each is not None}
-    metrics = [(each, copy.deepcopy(vars(each))) for each in pl_module.modules() if isinstance(each, Metric)]
+    metrics = [(each, _metric_state(each)) for each in pl_module.modules() if isinstance(each, Metric)]
     try:
         with _unlogged(pl_module), torch.enable_grad(), trainer.precision_plugin.train_step_context():
             yield
@@ -110,6 +114,16 @@ def _unlogged(pl_module: pl.LightningModule) -> Generator[None, None, None]:
         vars(pl_module).update(kept)
 
 
+def _metric_state(metric: Metric) -> dict[str, Any]:
+    """Return what an update changes in a metric: its states, copied, and what it caches."""
+    kept = vars(metric)
+    states: dict[str, Any] = {}
+    for name in cast("dict[str, Any]", kept.get("_defaults", {})):
+        value = kept.get(name)
+        states[name] = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+    return states | {name: kept[name] for name in METRIC_CACHES if name in kept}
+
+
 def _say_nothing(*_: Any, **__: Any) -> None:
     """Stand in for a module's `log`."""
 
@@ -143,6 +157,8 @@ def run_again(
 
         def run(part: Any = micro_batch, before: RandomState = start) -> Tensor:
             before.restore()
+            for module, was_training in window.modes:
+                module.training = was_training
             return losses_of(part)
 
         yield number, micro_batch, run

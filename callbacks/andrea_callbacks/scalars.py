@@ -111,6 +111,7 @@ class ScalarCallback(Callback):
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
         self.name = name
+        self._has_fitted = False
 
     @property
     @override
@@ -124,9 +125,11 @@ class ScalarCallback(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Start afresh with every fit."""
+        """Start afresh with another fit, unless the trainer goes on with the last one."""
         if stage == "fit":
-            self.reset()
+            if self._has_fitted and not trainer.global_step:
+                self.reset()
+            self._has_fitted = True
 
     def record(self, trainer: pl.Trainer, step: int, values: Mapping[str, Value]) -> None:
         """Keep scalars for update `step`."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from andrea_callbacks.attribution import Attribution, attribute
+from andrea_callbacks.attribution import Attribution, attribute, together
 from andrea_callbacks.bundle import Bundle, bar_chart, write_bundle
 from andrea_callbacks.detector import Circumstances, MixtureTracker, SpikeDetector, Verdict
 from andrea_callbacks.events import RunEvent, publish_event
@@ -29,7 +29,13 @@ from andrea_callbacks.identity import (
     text_of,
 )
 from andrea_callbacks.measuring import clip_threshold, measured_norm, optimizer_place, remaining_scale
-from andrea_callbacks.replay import ReplayFunction, ReplayUnavailable, loss_function, replay_failed
+from andrea_callbacks.replay import (
+    LossFunction,
+    ReplayFunction,
+    ReplayUnavailable,
+    loss_function,
+    replay_failed,
+)
 from andrea_callbacks.scalars import add_text
 from andrea_callbacks.window import UpdateWindow, WindowCallback
 
@@ -229,18 +235,18 @@ class SpikeForensics(WindowCallback):
         for micro_batch in self.window.micro_batches:
             batch = fields(micro_batch)
             sources, mask = batch.get("source_id"), batch.get("valid_mask")
-            if not isinstance(sources, Tensor) or sources.ndim != 1 or sources.dtype != torch.int64:
+            if not isinstance(sources, Tensor) or sources.ndim != 1 or sources.is_floating_point():
                 continue
             is_text = sources >= 0  # fillers have no source
             weights = torch.ones_like(sources)
             if (
                 isinstance(mask, Tensor)
-                and mask.dtype == torch.bool
+                and not mask.is_floating_point()
                 and mask.ndim > 1
                 and len(mask) == len(sources)
             ):
-                weights = mask.flatten(1).sum(1)
-            places = sources.clamp(0, MOST_SOURCES - 1).to(tokens.device)
+                weights = (mask != 0).flatten(1).sum(1)
+            places = sources.clamp(0, MOST_SOURCES - 1).to(tokens.device, torch.int64)
             tokens.index_add_(0, places, (weights * is_text).to(tokens))
         return tokens
 
@@ -365,9 +371,7 @@ class SpikeForensics(WindowCallback):
         is_before: bool,
         norm: float,
     ) -> Attribution:
-        losses_of = loss_function(pl_module, self.replay)
-        if not waiting.window.is_whole or not waiting.window.micro_batches:
-            raise ReplayUnavailable("attribution is not available: the micro-batches are not all at hand")
+        losses_of = together(lambda: self._losses_of(pl_module, waiting.window))
         parameters = [each for each in optimizer_parameters(waiting.optimizer) if each.requires_grad]
         whole: list[Tensor] | None = None
         if is_before:
@@ -377,6 +381,11 @@ class SpikeForensics(WindowCallback):
                 for each in parameters
             ]
         return attribute(trainer, pl_module, waiting.window, losses_of, parameters, whole, norm)
+
+    def _losses_of(self, pl_module: pl.LightningModule, window: UpdateWindow) -> LossFunction:
+        if not window.is_whole or not window.micro_batches:
+            raise ReplayUnavailable("attribution is not available: the micro-batches are not all at hand")
+        return loss_function(pl_module, self.replay)
 
     def _detector(self, name: str) -> SpikeDetector:
         if name not in self._detectors:

@@ -181,9 +181,9 @@ class Throughput(ReportCallback):
             elif isinstance(counted, int):
                 self._tokens += counted
         mask = batch.get("valid_mask")
-        if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        if isinstance(mask, Tensor) and not mask.is_floating_point():
             self._places += mask.numel()
-            valid = mask.sum()
+            valid = (mask != 0).sum()
             self._valid = valid if self._valid is None else self._valid + valid
 
     def _report(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

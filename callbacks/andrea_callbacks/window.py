@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from andrea_callbacks.host import widest
@@ -67,6 +67,8 @@ class UpdateWindow:
     """The random state before each micro-batch, None where it is that which the one before left."""
     losses: list[Tensor] = field(default_factory=list[Tensor])
     """What backward passes started from, 0-d, on the device; with a GradScaler still scaled."""
+    modes: list[tuple[nn.Module, bool]] = field(default_factory=list[tuple[nn.Module, bool]])
+    """Which modules were in training mode."""
     is_whole: bool = True
     """Whether all micro-batches are here."""
 
@@ -115,6 +117,7 @@ class WindowCallback(ReportCallback):
             window.losses.clear()
             window.is_whole = False
         window.micro_batches += [_kept(part) for part in parts]
+        window.modes = [(module, module.training) for module in pl_module.modules()]
         window.states += [RandomState(pl_module.device), *[None] * (len(parts) - 1)]
 
     @override

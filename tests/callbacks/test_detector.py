@@ -152,3 +152,20 @@ def test_scatter_is_the_median_absolute_deviation() -> None:
     verdict = detector.judge(math.exp(middle + 1.0))
     assert verdict.score is not None
     assert 1.0 / verdict.score == pytest.approx(expected, rel=0.2)  # level and offset scatter too
+
+
+def test_a_harsh_neighbour_hides_little() -> None:
+    """The mixture one quarter away has four times the norm: that much may be rounding, and no more."""
+    detector = SpikeDetector()
+    near = Circumstances(mixture=(("lists", 1), ("prose", 3)))
+    for number, value in enumerate(values(200, scatter=0.05)):
+        detector.take_in(value * (4.0 if number % 4 == 3 else 1.0), near if number % 4 == 3 else PROSE)
+    assert detector.judge(8.0, PROSE).is_spike
+    assert not detector.judge(2.5, PROSE).is_spike
+
+
+def test_one_wild_value_among_the_first_does_not_blind() -> None:
+    detector = SpikeDetector()
+    for number, value in enumerate(values(30)):
+        detector.take_in(value * (30.0 if number == 7 else 1.0), PROSE)
+    assert detector.judge(6.0, PROSE).is_spike

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, MinMaxMetric
 
 from andrea_callbacks import (
     CoherenceGate,
@@ -163,10 +163,11 @@ def test_names_that_mean_something_else(spike: int | None, tmp_path: Path) -> No
     callbacks += [gate, spikes := SpikeForensics(min_history=5)]
     logger = TensorBoardLogger(tmp_path)
     trainer = build_trainer(callbacks=callbacks, logger=logger, limit_val_batches=0)
-    with pytest.warns(
-        IncoherenceWarning, match=r"nothing is sampled any more, since generate raised TypeError"
-    ):
+    with pytest.warns(IncoherenceWarning) as caught:
         trainer.fit(Homonyms(), ListLoader(batches))
+    said = [str(each.message) for each in caught if each.category is IncoherenceWarning]
+    assert ["any more" in each for each in said] == [False, False, True]
+    assert "generate failed (TypeError" in said[0]
     assert trainer.global_step == 16
     assert spikes.spikes >= (spike is not None)
 
@@ -396,3 +397,80 @@ def test_batches_are_let_go() -> None:
     assert max(most) <= 64
     assert not spikes.window.micro_batches
     assert not spikes.previous.micro_batches
+
+
+@pytest.mark.parametrize("bad", [torch.ones(3), None, "one text", ["too", "few"], [1, 2, 3]])
+def test_generate_that_returns_something_else(bad: Any) -> None:
+    gate = CoherenceGate(every=2, start=0, patience=2, generate=lambda *_: bad, known=["a"])
+    trainer = build_trainer(callbacks=[gate], limit_train_batches=8, limit_val_batches=0)
+    with pytest.warns(IncoherenceWarning) as caught:
+        trainer.fit(BoringModel())
+    said = [str(each.message) for each in caught if each.category is IncoherenceWarning]
+    assert ["any more" in each for each in said] == [False, True]
+    assert "generate must return a list of 3 texts, got " in said[0]
+    assert gate.known == frozenset({"a"})
+    assert trainer.global_step == 8
+
+
+def test_metrics_of_a_module_are_left_whole() -> None:
+    """Metrics that wrap others, and that hold a loss with its graph, are no obstacle and stay as they are."""
+
+    class Measured(Traces):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = MeanMetric()
+            self.wrapper = MinMaxMetric(self.base)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.seen(loss)
+            self.wrapper(loss.detach())
+            return loss
+
+    module = Measured()
+    build_trainer(callbacks=[SpikeForensics()]).fit(module, ListLoader(spiky()))
+    report = json.loads(Path("reports/update-000040-spike/report.json").read_text())
+    assert report["attribution"]["sequences"][0]["identity"]["row"] == 3
+    assert module.wrapper._base_metric is module.base
+
+
+def test_statistics_go_on_where_the_trainer_does() -> None:
+    guard, spikes = FiniteGuard(policy="flag"), SpikeForensics()
+    trainer = build_trainer(callbacks=[guard, spikes])
+    trainer.fit(module := Traces(), ListLoader(spiky()))
+    guard.flagged = 7
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, ListLoader(spiky(60, None)))
+    assert trainer.global_step == 120
+    assert (guard.flagged, spikes.spikes) == (7, 1)
+
+
+def test_replay_runs_in_the_modes_of_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late verdict may come when validation has put the module into eval mode."""
+    monkeypatch.setattr(module_of_spikes, "_is_read_at_once", lambda device: False)
+    modes: list[bool] = []
+
+    class Validated(Traces):
+        def sequence_losses(self, batch: Tensor) -> Tensor:
+            modes.append(self.training)
+            return super().sequence_losses(batch)
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            assert not self.training
+
+    trainer = build_trainer(callbacks=[spikes := SpikeForensics()], val_check_interval=40)
+    trainer.fit(Validated(), ListLoader(spiky()), ListLoader(spiky(1, None)))
+    assert spikes.spikes == 1
+    assert len(modes) > 60
+    assert all(modes)
+
+
+def test_skipped_updates_are_journalled_as_such() -> None:
+    class Bad(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx)["loss"] * (NAN if batch_idx == 1 else 1.0)
+
+    options: dict[str, Any] = {"limit_train_batches": 3, "limit_val_batches": 0}
+    build_trainer(callbacks=[FiniteGuard(policy="skip"), RunJournal()], **options).fit(Bad())
+    row = next(row for row in read_journal("journal.jsonl") if (row["kind"], row["update"]) == ("update", 2))
+    assert (row["outcome"], row["loss"], row["grad_norm"]) == ("nonfinite_skip", "NaN", "NaN")
