@@ -243,7 +243,10 @@ class AndreaCLI(LightningCLI):
         except ValueError as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(str(error)) from error
+            first = re.search(
+                r"Errors:\n\s*- (.*)", str(error)
+            )  # the fault itself, before what else it is not
+            raise UserError(first[1] if first else str(error)) from error
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:

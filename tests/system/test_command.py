@@ -227,6 +227,16 @@ ERRORS: dict[str, tuple[list[str], int, list[str]]] = {
     "bad betas": (["--model.betas", "[1.5,0.9]"], 1, ["betas must lie in"]),
     "file for a folder": (["--trainer.default_root_dir", "empty.txt"], 1, ["empty.txt"]),
     "long warm-up": (["--model.warmup_updates", "9"], 1, ["warmup_updates=9"]),
+    "refused by a callback": (
+        ["--trainer.callbacks+=andrea_callbacks.Throughput", "--trainer.callbacks.every", "0"],
+        1,
+        ["error: Throughput: every must be at least 1 update, got 0"],
+    ),
+    "mistyped option of a callback": (
+        ["--trainer.callbacks+=andrea_callbacks.FiniteGuard", "--trainer.callbacks.polcy", "skip"],
+        2,
+        ["Option 'polcy' is not accepted"],
+    ),
 }
 
 
@@ -238,8 +248,30 @@ def test_errors_can_be_acted_on(tiny: Path, case: str) -> None:
     result = andrea("fit", "--config", str(tiny), *options)
     assert result.returncode == code, result.stderr
     assert "Traceback" not in result.stderr
+    assert "lightning.Callback" not in result.stderr
     for word in words:
         assert word in result.stderr
+
+
+def test_callbacks_with_options_by_flag_and_by_yaml(tiny: Path) -> None:
+    """Every callback of the package is named, and given options, as any of Lightning's is."""
+    Path("more.yaml").write_text(
+        """
+trainer:
+  callbacks:
+    - {class_path: andrea_callbacks.PreClipNorm, init_args: {every: 2, layers: ["blocks"]}}
+    - {class_path: andrea_callbacks.FiniteGuard, init_args: {policy: skip, state_every: 2}}
+    - {class_path: andrea_callbacks.SpikeForensics, init_args: {threshold: 6, loss_ratio: null}}
+    - class_path: andrea_callbacks.CoherenceGate
+      init_args: {every: 2, start: 0, action: stop, known: [the, says]}
+    - {class_path: andrea_callbacks.TensorBoardLayout, init_args: {hyperparameters: {note: trial}}}
+"""
+    )
+    flags = ["--trainer.callbacks+=andrea_callbacks.RunJournal", "--trainer.callbacks.every", "1"]
+    result = andrea("fit", "--config", str(tiny), "--config", "more.yaml", *flags)
+    assert result.returncode == 0, result.stderr
+    journal = next(Path().rglob("journal.jsonl")).read_text()
+    assert '"kind": "update"' in journal
 
 
 def test_local_configuration_names_max_norm() -> None:
