@@ -173,9 +173,6 @@ def quiet_trainer(callbacks: list[pl.Callback]) -> pl.Trainer:
 
 def run_once(seed: int, kind: str) -> Outcome:
     """Train one model, and compare what was planted with what was found."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
     weights = pretrained()
     torch.manual_seed(seed)
     rng = random.Random(seed)
@@ -209,6 +206,13 @@ def run_once(seed: int, kind: str) -> Outcome:
     )
 
 
+def quieten() -> None:
+    """Prepare a worker process."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+
+
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -219,7 +223,7 @@ def main() -> None:
     began = time.perf_counter()
     jobs = [(options.seed + number, KINDS[number % 3]) for number in range(options.runs)]
     jobs += [(options.seed + 100_000 + number, "") for number in range(options.runs)]
-    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn"), initializer=quieten) as pool:
         outcomes = list(pool.map(run_once, *zip(*jobs, strict=True)))
     planted = [each for each in outcomes if each.kind]
     flagged = [each for each in planted if each.is_flagged]

@@ -25,7 +25,7 @@ class ScalarBuffer:
 
     Args:
         trainer: Its loggers get the scalars.
-        capacity: Steps kept before they are written.
+        capacity: Steps written at once, when there are so many and `LATE` more.
     """
 
     def __init__(self, trainer: pl.Trainer, capacity: int = 50) -> None:
@@ -37,7 +37,7 @@ class ScalarBuffer:
         """Keep scalars for a step. Tensors may stay on an accelerator; nothing waits for them here."""
         if not self._loggers():
             return
-        if step not in self._steps and len(self._steps) >= self.capacity:
+        if step not in self._steps and len(self._steps) >= self.capacity + LATE:
             self._write(sorted(self._steps)[:-LATE])
         kept = self._steps.setdefault(step, {})
         kept.update(

@@ -22,13 +22,13 @@ def buffer_of(logger: Any, capacity: int = 3) -> ScalarBuffer:
 def test_rows_are_merged_and_ordered() -> None:
     logger = RowLogger()
     buffer = buffer_of(logger)
-    for step in range(1, 6):
+    for step in range(1, 7):
         buffer.record(step, {"a": torch.tensor(float(step))})
         buffer.record(step, {"b": step})
-    assert [step for step, _ in logger.rows] == [1, 2]  # the newest two may still be added to
+    assert [step for step, _ in logger.rows] == [1, 2, 3]  # the newest may still be added to
     buffer.flush()
     buffer.flush()
-    assert logger.rows == [(step, {"a": step, "b": step}) for step in range(1, 6)]
+    assert logger.rows == [(step, {"a": step, "b": step}) for step in range(1, 7)]
 
 
 def test_values_keep_their_precision() -> None:

@@ -10,7 +10,18 @@ import numpy as np
 import psutil
 import torch
 
-from andrea_callbacks import EpochSummary, FiniteGuard, PreClipNorm, RunReport, UpdateLog, UpdateProgressBar
+from andrea_callbacks import (
+    EpochSummary,
+    FiniteGuard,
+    MomentMonitor,
+    PreClipNorm,
+    RunJournal,
+    RunReport,
+    SpikeForensics,
+    Throughput,
+    UpdateLog,
+    UpdateProgressBar,
+)
 from andrea_pl import LanguageModule, TextDataModule, TextSource, TransformerConfig
 
 warnings.simplefilter("ignore")
@@ -44,6 +55,10 @@ callbacks = [
     UpdateLog(),
     PreClipNorm(),
     FiniteGuard(),
+    SpikeForensics(),
+    MomentMonitor(),
+    Throughput(),
+    RunJournal(),
     EpochSummary(),
     UpdateProgressBar(),
     RunReport(),
