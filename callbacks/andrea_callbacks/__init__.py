@@ -1,5 +1,7 @@
 """Callbacks for any Lightning project: they import lightning, torch and torchmetrics, and nothing else.
 
+The one exception is safetensors, imported when a report has tensors to write.
+
 What they see of a run:
 
     on_before_optimizer_step ─> measuring     norm, clip, loss scale; measured once for all callbacks
