@@ -1,9 +1,17 @@
 """Exact, token-weighted pretraining of language models with PyTorch Lightning."""
 
+from andrea_pl.data import Arm as Arm
+from andrea_pl.data import Curriculum as Curriculum
 from andrea_pl.data import DynamicPaddingCollator as DynamicPaddingCollator
+from andrea_pl.data import Exp3 as Exp3
+from andrea_pl.data import Fixed as Fixed
+from andrea_pl.data import Mixture as Mixture
+from andrea_pl.data import Observation as Observation
+from andrea_pl.data import Proportional as Proportional
 from andrea_pl.data import TextDataModule as TextDataModule
 from andrea_pl.data import TextSource as TextSource
 from andrea_pl.data import TokenizedDataset as TokenizedDataset
+from andrea_pl.data import Ucb1 as Ucb1
 from andrea_pl.data import Window as Window
 from andrea_pl.data import WindowLoader as WindowLoader
 from andrea_pl.errors import UserError as UserError

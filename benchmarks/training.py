@@ -110,12 +110,12 @@ class Interleaved:
 
     def __iter__(self) -> Iterator[Window]:
         windows = iter(self.inner)
-        for number in range(len(self.inner)):
+        for numbers in self.inner.window_sampler.plan(0, 0, len(self.inner)):
             start = time.perf_counter()
             window = next(windows)
             yield window
             self.seconds["fit"].append(time.perf_counter() - start)
-            self.run_others(window, self.inner.reader.sampler.window(0, number))
+            self.run_others(window, numbers)
 
     def run_others(self, window: Window, numbers: np.ndarray) -> None:
         """Let the other sides make the same update, in turns."""

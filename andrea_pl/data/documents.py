@@ -1,6 +1,7 @@
 """Where text comes from: sources, the documents in them, and what to do with input that cannot be read."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from glob import glob
@@ -11,8 +12,16 @@ from andrea_pl.data.python_text import PythonPart, python_documents, python_fing
 from andrea_pl.data.records import Document
 from andrea_pl.errors import UserError
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst")
-SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".parquet", ".bin")
+FORMATS = {
+    "text": (".txt", ".md", ".rst"),
+    "jsonl": (".jsonl",),
+    "parquet": (".parquet",),
+    "tokens": (".bin",),
+}
+SUFFIXES = tuple(suffix for suffixes in FORMATS.values() for suffix in suffixes)
+FORMAT_OF = {suffix: name for name, suffixes in FORMATS.items() for suffix in suffixes}
+
+Format = Literal["text", "jsonl", "parquet", "tokens"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +35,8 @@ class TextSource:
         paths: Files, folders or globs of .txt, .md, .rst, .jsonl, .parquet, or nanoGPT's raw uint16 .bin. A
             text file is one document; a line of .jsonl or a row of .parquet is one, from its `text`, its
             `question` and `answer`, or its `messages` (a list of `role` and `content`).
+        format: What the files are, whatever they are called: `text`, `jsonl`, `parquet` or `tokens`. Told by
+            their names when left out.
         document_separator: Cuts text files into documents at this string, which is dropped.
         part: For `python`: `docstrings` (question and answer), `topics` (long prose), `readmes` (lists), or
             `all`.
@@ -34,6 +45,11 @@ class TextSource:
         end_of_document: For .bin files: the id after which a document ends. Left out, the file is cut into
             pieces of 8,192 tokens, each treated as a document.
         split: `hash` deals documents to training, validation and test by their content; the others take all.
+        val_fraction: Share of its documents held out for validation; `data.val_fraction` when left out.
+        weight: Its share under the mixture `Fixed`, in relation to the other sources'; 1 when left out.
+        floor: Least weight in a mixture, before weights are normalised.
+        max_epochs: How often its text may be gone through in a run; then it is drawn no more. Without limit
+            when left out.
     """
 
     name: str
@@ -44,6 +60,11 @@ class TextSource:
     documents: list[list[int]] = field(default_factory=list[list[int]])
     end_of_document: int | None = None
     split: Literal["hash", "train", "val", "test"] = "hash"
+    format: Format | None = None
+    val_fraction: float | None = None
+    weight: float | None = None
+    floor: float = 0.0
+    max_epochs: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse a source that can give nothing."""
@@ -59,13 +80,31 @@ class TextSource:
             raise UserError(f"source {self.name!r} of kind tokens has no documents: give lists of token ids")
         if self.document_separator == "":
             raise UserError(f"source {self.name!r}: document_separator must not be empty")
+        if self.format is not None and (self.kind != "files" or self.format not in FORMATS):
+            raise UserError(
+                f"source {self.name!r}: format must be one of {', '.join(FORMATS)}, for kind files; got "
+                f"{self.format!r} for kind {self.kind}"
+            )
+        if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
+            raise UserError(f"source {self.name!r}: val_fraction must lie in [0, 1), got {self.val_fraction}")
+        for name, value, most in (("weight", self.weight, math.inf), ("floor", self.floor, 1.0)):
+            if value is not None and not (0 <= value <= most and math.isfinite(value)):
+                to = f"to {most:g}" if math.isfinite(most) else "on, and finite"
+                raise UserError(f"source {self.name!r}: {name} must lie from 0 {to}, got {value}")
+        if self.max_epochs is not None and not self.max_epochs > 0:
+            raise UserError(f"source {self.name!r}: max_epochs must be more than 0, got {self.max_epochs}")
+
+    @property
+    def is_weighed(self) -> bool:
+        """Whether it has an option that only a mixture heeds."""
+        return self.weight is not None or self.floor > 0 or self.max_epochs is not None
 
     @property
     def is_token_file(self) -> bool:
         """Whether the source is made of raw token files, which no tokenizer of ours wrote."""
         if self.kind != "files":
             return False
-        kinds = {file.suffix == ".bin" for file in self.files()}
+        kinds = {self.format_of(file) == "tokens" for file in self.files()}
         if len(kinds) > 1:
             raise UserError(
                 f"source {self.name!r} mixes .bin token files and text: give each a source of its own"
@@ -75,7 +114,12 @@ class TextSource:
     def settings(self) -> dict[str, Any]:
         """Return what the prepared tokens depend on, as plain values."""
         paths = [str(Path(path).expanduser().absolute()) for path in self.paths]
-        return {**asdict(self), "paths": paths}
+        kept = {key: value for key, value in asdict(self).items() if key not in MIXING}
+        return {**kept, "paths": paths}
+
+    def format_of(self, file: Path) -> str:
+        """Return what a file is."""
+        return self.format or FORMAT_OF[file.suffix]
 
     def files(self) -> list[Path]:
         """Expand the paths, in a fixed order.
@@ -83,7 +127,7 @@ class TextSource:
         Raises:
             UserError: If a path matches nothing or names a file of an unknown kind.
         """
-        return [file for path in self.paths for file in _expand(self.name, path)]
+        return [file for path in self.paths for file in _expand(self.name, path, self.format)]
 
     def fingerprint(self) -> list[Any]:
         """Return what changes with the input: path, size and time of files, or the installed Python."""
@@ -98,7 +142,11 @@ class TextSource:
             yield from python_documents(self.part)
             return
         for file in self.files():
-            yield from _READERS[file.suffix](file, self, problems)
+            yield from _READERS[self.format_of(file)](file, self, problems)
+
+
+MIXING = ("weight", "floor", "max_epochs")
+"""Options of a source that its prepared tokens do not depend on."""
 
 
 class Problems:
@@ -126,10 +174,11 @@ class Problems:
         self.messages.append(message)
 
 
-def _expand(source: str, path: str) -> list[Path]:
+def _expand(source: str, path: str, known: str | None) -> list[Path]:
     found = Path(path).expanduser()
     if found.is_dir():
-        files = sorted(file for file in found.rglob("*") if file.is_file() and file.suffix in SUFFIXES)
+        wanted = SUFFIXES if known is None else FORMATS[known]
+        files = sorted(file for file in found.rglob("*") if file.is_file() and file.suffix in wanted)
     elif found.is_file():
         files = [found]
     else:
@@ -141,9 +190,10 @@ def _expand(source: str, path: str) -> list[Path]:
             f"folder or a glob of {', '.join(SUFFIXES)}"
         )
     for file in files:
-        if file.suffix not in SUFFIXES:
+        if known is None and file.suffix not in SUFFIXES:
             raise UserError(
-                f"source {source!r}: {file} has no known kind; rename it to one of {', '.join(SUFFIXES)}"
+                f"source {source!r}: {file} has no known kind; rename it to one of {', '.join(SUFFIXES)}, or "
+                f"give the source a format: {', '.join(FORMATS)}"
             )
     return files
 
@@ -266,7 +316,7 @@ def _record_text(record: Any, place: str, problems: Problems) -> str | None:
 
 
 _READERS: dict[str, Callable[[Path, TextSource, Problems], Iterator[Document]]] = {
-    **dict.fromkeys(TEXT_SUFFIXES, _read_text),
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
+    "text": _read_text,
+    "jsonl": _read_jsonl,
+    "parquet": _read_parquet,
 }

@@ -1,7 +1,7 @@
 """The loader that builds windows itself: sized, lazy, resumable at any window, sharded over the ranks."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -15,12 +15,11 @@ from andrea_pl.errors import UserError
 
 
 class WindowReader(Dataset[Window]):
-    """Reads, cuts and collates the window that a pair (epoch, index) names, for one rank.
+    """Reads, cuts and collates the window of given sequences, for one rank.
 
     Args:
         dataset: The sequences.
         lengths: (number of sequences,) tokens in each.
-        sampler: Which sequences make which window.
         collator: Makes a micro-batch of items.
         micro_batch_tokens: Most padded tokens in a micro-batch.
         micro_batch_sequences: Most sequences in a micro-batch, None for no limit.
@@ -32,7 +31,6 @@ class WindowReader(Dataset[Window]):
         self,
         dataset: Dataset[Item],
         lengths: NDArray[np.int64],
-        sampler: WindowSampler,
         collator: DynamicPaddingCollator,
         micro_batch_tokens: int,
         micro_batch_sequences: int | None = None,
@@ -41,16 +39,14 @@ class WindowReader(Dataset[Window]):
     ) -> None:
         self.dataset = dataset
         self.lengths = lengths
-        self.sampler = sampler
         self.collator = collator
         self.micro_batch_tokens = micro_batch_tokens
         self.micro_batch_sequences = micro_batch_sequences
         self.rank = rank
         self.world_size = world_size
 
-    def __getitem__(self, key: tuple[int, int]) -> Window:
-        """Return the window, cut for this rank."""
-        chosen = self.sampler.window(*key)
+    def __getitem__(self, chosen: NDArray[np.int64]) -> Window:
+        """Return the window of the sequences with these numbers, cut for this rank."""
         shares = shard_window(
             self.lengths[chosen], self.micro_batch_tokens, self.micro_batch_sequences, self.world_size
         )
@@ -61,11 +57,13 @@ class WindowReader(Dataset[Window]):
 
 
 class TextWindowLoader:
-    """Yields the windows of a `WindowReader`, epoch after epoch.
+    """Yields windows, epoch after epoch.
 
     Args:
         reader: Makes the windows.
+        sampler: Which sequences make which window.
         num_workers: Processes that read ahead; 0 reads in this one.
+        prefetch_factor: Windows that each of them reads ahead.
         pin_memory: Whether micro-batches are put in pinned memory.
         epoch: The epoch that iteration starts with.
         limit: Windows taken from an epoch, where the trainer takes fewer than there are.
@@ -74,33 +72,40 @@ class TextWindowLoader:
     def __init__(
         self,
         reader: WindowReader,
+        sampler: WindowSampler,
         num_workers: int = 0,
         pin_memory: bool = False,
         epoch: int = 0,
         limit: int | None = None,
+        prefetch_factor: int = 2,
     ) -> None:
         self.reader = reader
+        self.window_sampler = sampler  # an attribute `sampler` would make Lightning think of a DataLoader's
         self.num_workers = num_workers
+        self.prefetch_factor = prefetch_factor
         self.pin_memory = pin_memory
         self.limit = limit
         self._cursor = EpochCursor(epoch)
 
     def __len__(self) -> int:
         """Return the number of windows in an epoch."""
-        return self.reader.sampler.windows_per_epoch
+        return self.window_sampler.windows_per_epoch
 
     def __iter__(self) -> Iterator[Window]:
         """Yield windows from where the state stands; nothing happens before the first is asked for."""
-        self._cursor.begin(len(self) if self.limit is None else min(self.limit, len(self)))
-        epoch = self._cursor.epoch
-        keys = [(epoch, index) for index in range(self._cursor.delivered, len(self))]
-        for window in build_loader(self.reader, keys, self.num_workers, self.pin_memory):
+        stop = len(self) if self.limit is None else min(self.limit, len(self))
+        self._cursor.begin(stop)
+        keys = self.window_sampler.plan(self._cursor.epoch, self._cursor.delivered, stop)
+        loader = build_loader(self.reader, keys, self.num_workers, self.pin_memory, self.prefetch_factor)
+        for window in loader:
             self._cursor.delivered += 1
+            self.window_sampler.deliver()
             yield window
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch, windows delivered and what the order depends on."""
-        return {**self._cursor.state_dict(), "windows_per_epoch": len(self), "order": self._order()}
+        """Return epoch, windows delivered, what the order depends on, and the sampler's state."""
+        place = {**self._cursor.state_dict(), "windows_per_epoch": len(self)}
+        return {**place, "order": self._order(), "sampler": self.window_sampler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where a state was taken.
@@ -115,17 +120,21 @@ class TextWindowLoader:
                 "from the weights alone with --init_from"
             )
         if state["order"] != self._order():
+            here, there = self._order(), state["order"]
+            names = [name for name in here | there if here.get(name) != there.get(name)]
+            were, are = ({name: each.get(name) for name in names} for each in (there, here))
             raise UserError(
-                f"the checkpoint's order of windows comes from {state['order']}, this run's from "
-                f"{self._order()}: data.seed, data.shuffle, data.sequences_per_update or the text changed; "
-                "put them back, or start from the weights alone with --init_from"
+                f"the checkpoint's order of windows comes from {were}, this run's from {are}: data.seed, "
+                "data.shuffle, data.sequences_per_update, data.curriculum, a source's option, or the text "
+                "changed; put them back, or start from the weights alone with --init_from"
             )
         self._cursor.load_state_dict(state)
+        self.window_sampler.load_state_dict(state["sampler"])
 
     def _order(self) -> dict[str, Any]:
         """Return what decides which sequence comes when."""
         lengths = hashlib.sha256(np.ascontiguousarray(self.reader.lengths).tobytes()).hexdigest()[:16]
-        return {**self.reader.sampler.settings(), "lengths": lengths}
+        return {**self.window_sampler.settings(), "lengths": lengths}
 
 
 class MicroBatchLoader:
@@ -137,7 +146,7 @@ class MicroBatchLoader:
     without a label, so that all take equally many steps.
 
     Args:
-        reader: Gives dataset, lengths, collator and sizes; its sampler is not used.
+        reader: Gives dataset, lengths, collator and sizes.
         num_workers: Processes that read ahead.
         pin_memory: Whether micro-batches are put in pinned memory.
     """
@@ -172,7 +181,7 @@ class _ShareReader(Dataset[MicroBatch]):
 
 
 def build_loader(
-    dataset: Dataset[Any], keys: list[Any], num_workers: int, pin_memory: bool
+    dataset: Dataset[Any], keys: Iterable[Any], num_workers: int, pin_memory: bool, prefetch_factor: int = 2
 ) -> DataLoader[Any]:
     """Return a loader that reads `keys` in order, leaving the global random generator alone."""
     return DataLoader(
@@ -180,6 +189,7 @@ def build_loader(
         batch_size=None,
         sampler=cast(Any, keys),
         num_workers=num_workers,
+        prefetch_factor=prefetch_factor if num_workers else None,
         pin_memory=pin_memory,
         collate_fn=_as_it_is,
         generator=torch.Generator(),

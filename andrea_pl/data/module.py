@@ -1,6 +1,8 @@
 """The data module: sources in, windows out."""
 
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -12,12 +14,15 @@ from torch.utils.data import ConcatDataset
 from typing_extensions import override
 
 from andrea_callbacks.coherence import known_units
+from andrea_callbacks.updates import settle
+from andrea_pl.data.curriculum import Curriculum, CurriculumSampler, Pool
 from andrea_pl.data.dataset import DynamicPaddingCollator, TokenizedDataset
 from andrea_pl.data.documents import TextSource
 from andrea_pl.data.loader import MicroBatchLoader, TextWindowLoader, WindowReader
 from andrea_pl.data.prepare import Preparation, Prepared, keep_tokenizer, open_prepared, prepare
+from andrea_pl.data.repetition import repetition
 from andrea_pl.data.tokenizer import TextTokenizer
-from andrea_pl.data.windows import EpochSampler
+from andrea_pl.data.windows import EpochSampler, WindowSampler
 from andrea_pl.errors import UserError
 
 Split = Literal["train", "val", "test"]
@@ -31,8 +36,10 @@ WORD_TOKENS = 5_000_000
 class TextDataModule(pl.LightningDataModule):
     """Text sources, prepared once and served as windows.
 
-    An update is the set of its sequences, drawn without replacement within an epoch. How the set is cut into
-    micro-batches is only how it fits: sequences are sorted by length and cut by a budget of padded tokens.
+    An update is the set of its sequences. How the set is cut into micro-batches is only how it fits:
+    sequences are sorted by length and cut by a budget of padded tokens. Without a curriculum every sequence
+    of every source is drawn once an epoch, in random order. With one, sources are drawn by weight, each
+    without replacement within its own epochs.
 
     Args:
         sources: The text.
@@ -45,9 +52,12 @@ class TextDataModule(pl.LightningDataModule):
         val_fraction: Share of documents held out for validation, decided by a hash of each document's
             content.
         test_fraction: Share of documents held out for the test, decided likewise.
-        shuffle: Whether each epoch has an order of its own.
-        seed: Decides the orders.
+        curriculum: How sources are mixed. Left out, and no source has a weight, floor or max_epochs: not at
+            all. Left out, and one has: by `Fixed` weights.
+        shuffle: Whether each epoch has an order of its own; with a curriculum it always has.
+        seed: Decides the orders, and what a curriculum draws.
         num_workers: Processes that read and collate ahead; 0 does it between updates.
+        prefetch_factor: Windows that each of them reads ahead.
         tokenizer: A `tokenizer.json` to use; one is learnt from the training documents when left out.
         on_error: `raise` stops at input that cannot be read; `skip` leaves it out, counts it and says so.
         cache_dir: Folder for tokenizers and token stores; `$XDG_CACHE_HOME/andrea_pl` or `~/.cache/andrea_pl`
@@ -67,9 +77,11 @@ class TextDataModule(pl.LightningDataModule):
         micro_batch_sequences: int | None = None,
         val_fraction: float = 0.05,
         test_fraction: float = 0.0,
+        curriculum: Curriculum | None = None,
         shuffle: bool = True,
         seed: int = 0,
         num_workers: int = 0,
+        prefetch_factor: int = 2,
         tokenizer: str | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         cache_dir: str | None = None,
@@ -81,6 +93,7 @@ class TextDataModule(pl.LightningDataModule):
             "sequences_per_update": sequences_per_update,
             "micro_batch_tokens": micro_batch_tokens,
             "micro_batch_sequences": micro_batch_sequences,
+            "prefetch_factor": prefetch_factor,
         }
         for name, value in counts.items():
             if value is not None and value < 1:
@@ -92,6 +105,20 @@ class TextDataModule(pl.LightningDataModule):
                 "data.val_fraction and data.test_fraction must be at least 0 and leave something to train "
                 f"on, got {val_fraction} and {test_fraction}"
             )
+        for source in sources:
+            if (source.val_fraction or 0) + test_fraction >= 1:
+                raise UserError(
+                    f"source {source.name!r}: val_fraction {source.val_fraction} and data.test_fraction "
+                    f"{test_fraction} leave nothing to train on"
+                )
+        if curriculum is None and any(source.is_weighed for source in sources):
+            curriculum = Curriculum()
+        if curriculum is not None and not shuffle:
+            raise UserError(
+                "data.shuffle=false and a mixture of sources exclude each other; drop one of them"
+            )
+        self.curriculum = curriculum
+        self.prefetch_factor = prefetch_factor
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.sequences_per_update = sequences_per_update
@@ -111,6 +138,7 @@ class TextDataModule(pl.LightningDataModule):
         )
         self._prepared: Prepared | None = None
         self._parts: dict[Split, list[TokenizedDataset]] = {}
+        self._sampler: CurriculumSampler | None = None
 
     @property
     def source_names(self) -> list[str]:
@@ -134,6 +162,58 @@ class TextDataModule(pl.LightningDataModule):
                 )
                 return f"{source} {place}"
         raise UserError(f"there is no document {document_id}")
+
+    def locate(self, document_id: int, offset: int) -> str:
+        """Return the source and the place, as `describe` does, of a token within a document. Needs `setup`.
+
+        In text files that is the token's own line; a record of a table has one line for all of it.
+        """
+        tokenizer = self._opened().tokenizer
+        for number, (name, first, count) in enumerate(self._numbering()):
+            source = self.preparation.sources[number]
+            if not first <= document_id < first + count or name not in self._opened().stores:
+                continue
+            store = self._opened().stores[name]
+            record = store.records[document_id - first]
+            is_text = source.kind == "files" and source.format_of(Path(store.origin(record))) == "text"
+            if offset and is_text and tokenizer is not None:
+                before = store.tokens[record["start"] : record["start"] + offset]
+                lines = tokenizer.decode([int(token) for token in before]).count("\n")
+                return f"{name} {store.describe(document_id - first, lines)}"
+        return self.describe(document_id)
+
+    def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
+        """Tell the mixture what became of an update: the losses of its sources, and whether to trust them."""
+        sampler = self._sampler
+        if sampler is None or not sampler.learns:
+            return
+        losses = report.get("source_losses")
+        if losses is None and report["outcome"] == "applied":
+            raise UserError(
+                f"the mixture {type(sampler.mixture).__name__} learns from the loss of each source, and "
+                f"{type(trainer.lightning_module).__name__} reports none: have its loss_sum call "
+                "note_losses, or take Fixed or Proportional"
+            )
+        known = {source: loss for source, loss in enumerate(losses or ()) if loss is not None}
+        clipped_to = float(report.get("clip_coefficient", 1.0))
+        is_calm = clipped_to >= sampler.curriculum.hard_clip
+        sampler.observe(report["update"], known, teaches=report["outcome"] == "applied" and is_calm)
+
+    def source_figures(self, update: int) -> Mapping[str, Any]:
+        """Return what a mixture had to do with an update: see `andrea_callbacks.protocols.MixesSources`."""
+        sampler = self._sampler
+        delivery = None if sampler is None else sampler.delivery(update)
+        if sampler is None or delivery is None:
+            return {}
+        names = self.source_names
+        return {
+            "phase": delivery.phase,
+            "phase_length": delivery.phase_length,
+            "is_phase_start": delivery.window == delivery.phase_start,
+            "weight": dict(zip(names, delivery.weights, strict=True)),
+            "epochs": dict(zip(names, delivery.epochs, strict=True)),
+            "reward": {names[source]: reward for source, reward in sampler.rewards.items()},
+        }
 
     def known_words(self) -> set[str]:
         """Return the words of the training text, as `andrea_callbacks.coherence` counts them. Needs `setup`.
@@ -181,8 +261,7 @@ class TextDataModule(pl.LightningDataModule):
             UserError: If nothing is left to train on.
         """
         trainer = self.trainer
-        overfits = float(getattr(trainer, "overfit_batches", 0)) > 0
-        reader = self._reader("train", shuffle=self.shuffle, repeat=overfits)
+        reader = self._reader("train")
         if not len(reader.lengths):
             raise UserError(
                 f"no training sequence in {', '.join(self.source_names)}: every document has fewer than two "
@@ -192,7 +271,12 @@ class TextDataModule(pl.LightningDataModule):
         if lost:
             rank_zero_info(f"{lost} documents of a single token have no label and teach nothing")
         loader = TextWindowLoader(
-            reader, self.num_workers, self._pin_memory(), epoch=trainer.current_epoch if trainer else 0
+            reader,
+            self._build_sampler(len(reader.lengths)),
+            self.num_workers,
+            self._pin_memory(),
+            epoch=trainer.current_epoch if trainer else 0,
+            prefetch_factor=self.prefetch_factor,
         )
         if trainer is not None:
             limit = trainer.limit_train_batches
@@ -216,8 +300,61 @@ class TextDataModule(pl.LightningDataModule):
         return self._held_out("val")
 
     def _wants_validation(self) -> bool:
-        sources = self.preparation.sources
-        return self.preparation.val_fraction > 0 or any(each.split == "val" for each in sources)
+        preparation = self.preparation
+        return any(
+            each.split == "val" or (each.split == "hash" and preparation.val_fraction_of(each) > 0)
+            for each in preparation.sources
+        )
+
+    def _build_sampler(self, count: int) -> WindowSampler:
+        """Return what decides the windows, going on with a curriculum where the trainer goes on."""
+        trainer = self.trainer
+        repeat = float(getattr(trainer, "overfit_batches", 0)) > 0
+        if self.curriculum is None:
+            return EpochSampler(count, self.sequences_per_update, self.seed, self.shuffle, repeat)
+        before = self._sampler
+        self._sampler = sampler = CurriculumSampler(
+            self._pools(),
+            self.curriculum,
+            self.sequences_per_update,
+            self.seed,
+            repeat,
+            next_update=None if trainer is None else lambda: trainer.global_step + 1,
+            settle=None if trainer is None else lambda: settle(trainer.lightning_module),
+        )
+        ahead = self.num_workers * self.prefetch_factor + 1 if self.num_workers else 0
+        if sampler.learns and ahead > self.curriculum.reward_lag:
+            raise UserError(
+                f"{self.num_workers} workers, each {self.prefetch_factor} windows ahead, ask for windows "
+                f"{ahead} updates before they are trained on, and data.curriculum.reward_lag is "
+                f"{self.curriculum.reward_lag}: raise it to {ahead}, or lower data.num_workers or "
+                "data.prefetch_factor"
+            )
+        if before is not None and trainer is not None and trainer.global_step:
+            sampler.load_state_dict(before.state_dict())
+        return sampler
+
+    def _pools(self) -> list[Pool]:
+        """Return the training sequences of each source, as they are numbered in the loader's data set."""
+        pools: list[Pool] = []
+        first = 0
+        for source, part in zip(self.preparation.sources, self._parts["train"], strict=True):
+            store = self._opened().stores.get(source.name)
+            texts = [np.asarray(each) for each in source.documents]
+            pools.append(
+                Pool(
+                    name=source.name,
+                    first=first,
+                    count=len(part),
+                    tokens=int(part.lengths.sum()),
+                    weight=1.0 if source.weight is None else source.weight,
+                    floor=source.floor,
+                    max_epochs=math.inf if source.max_epochs is None else source.max_epochs,
+                    repetition=repetition(np.concatenate(texts)) if store is None else store.repetition,
+                )
+            )
+            first += len(part)
+        return pools
 
     def _held_out(self, split: Split) -> MicroBatchLoader:
         reader = self._reader(split)
@@ -237,7 +374,7 @@ class TextDataModule(pl.LightningDataModule):
     def _count_documents(self) -> int:
         return sum(count for _, _, count in self._numbering())
 
-    def _reader(self, split: Split, shuffle: bool = False, repeat: bool = False) -> WindowReader:
+    def _reader(self, split: Split) -> WindowReader:
         self._opened()
         parts = self._parts[split]
         dataset = cast("ConcatDataset[dict[str, Any]]", ConcatDataset(parts) if len(parts) != 1 else parts[0])
@@ -245,7 +382,6 @@ class TextDataModule(pl.LightningDataModule):
         return WindowReader(
             dataset,
             lengths,
-            EpochSampler(len(lengths), self.sequences_per_update, self.seed, shuffle, repeat),
             DynamicPaddingCollator(PAD_TOKEN_ID),
             self.micro_batch_tokens,
             self.micro_batch_sequences,

@@ -84,9 +84,14 @@ class Preparation:
         if source.split != "hash":
             return source.split
         place = digest / 2**64
-        if place < self.val_fraction:
+        val_fraction = self.val_fraction_of(source)
+        if place < val_fraction:
             return "val"
-        return "test" if place < self.val_fraction + self.test_fraction else "train"
+        return "test" if place < val_fraction + self.test_fraction else "train"
+
+    def val_fraction_of(self, source: TextSource) -> float:
+        """Return the share of a source's documents that is held out for validation."""
+        return self.val_fraction if source.val_fraction is None else source.val_fraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +266,7 @@ def _write(
     if crossing:
         rank_zero_warn(
             f"source {source.name!r}: {crossing} documents lie in another split too, because sources have a "
-            "split of their own; held-out losses will look better than they are"
+            "split or a val_fraction of their own; held-out losses will look better than they are"
         )
 
 

@@ -19,9 +19,10 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from andrea_pl.data.repetition import repetition
 from andrea_pl.errors import UserError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 SPLITS = ("train", "val", "test")
 
 RECORD = np.dtype(
@@ -70,10 +71,19 @@ class TokenStore:
         """Return the documents of one split: `train`, `val` or `test`."""
         return StoreSplit(self, np.flatnonzero(self.records["split"] == SPLITS.index(name)))
 
-    def describe(self, document: int) -> str:
-        """Return where a document came from, as `file:line`."""
+    @property
+    def repetition(self) -> float:
+        """Share of the text that repeats itself; see `andrea_pl.data.repetition`."""
+        return float(self.manifest["repetition"])
+
+    def describe(self, document: int, lines: int = 0) -> str:
+        """Return where a document came from, or a place so many lines into it, as `file:line`."""
         record = self.records[document]
-        return f"{self.manifest['origins'][record['origin']]}:{record['line']}"
+        return f"{self.origin(record)}:{record['line'] + lines}"
+
+    def origin(self, record: Any) -> str:
+        """Return the file that a record's document came from, or what stands for one."""
+        return self.manifest["origins"][record["origin"]]
 
 
 class StoreSplit(Sequence[NDArray[Any]]):
@@ -140,11 +150,13 @@ class StoreWriter:
         with (self.folder / "documents.npy").open("wb") as table:
             np.save(table, np.array(self._records, dtype=RECORD))
             sync_and_close(table)
+        written = self.folder / "tokens.bin"
         counts = {
             "format": FORMAT_VERSION,
             "dtype": self.dtype.str,
             "tokens": self.tokens,
             "documents": self.documents,
+            "repetition": repetition(np.memmap(written, self.dtype, mode="r")) if self.tokens else 0.0,
         }
         with (self.folder / "manifest.json").open("wb") as text:
             text.write(json.dumps({**manifest, **counts, "origins": list(self._origins)}, indent=1).encode())

@@ -1,6 +1,6 @@
 """Windows: the micro-batches that make one optimizer update, and how a set of sequences is cut into them.
 
-sampler: which sequences make update k
+sampler: which sequences make update k, planned in the main process
     -> shard_window: which rank takes which, cut into micro-batches that fit
         -> collator: padded micro-batches -> Window, one batch of the training loop
 """
@@ -68,19 +68,34 @@ class EpochCursor:
 
 
 class WindowSampler(Protocol):
-    """Decides which sequences make which update."""
+    """Decides which sequences make which update, the same on every rank; lives in the main process."""
 
     @property
     def windows_per_epoch(self) -> int:
-        """Number of windows before sequences may repeat."""
+        """Number of windows in an epoch."""
         ...
 
-    def window(self, epoch: int, index: int) -> NDArray[np.int64]:
-        """Return the numbers of the sequences of one window, the same on every rank and in every worker."""
+    def plan(self, epoch: int, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
+        """Yield the numbers of the sequences of windows `start` to `stop` of an epoch.
+
+        Workers that read ahead ask ahead; what was asked for and never delivered is asked for again.
+        """
         ...
 
-    def settings(self) -> dict[str, int | bool]:
+    def deliver(self) -> None:
+        """Learn that the next planned window is handed over to training."""
+        ...
+
+    def settings(self) -> dict[str, Any]:
         """Return what the windows depend on, besides the lengths of the sequences."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the windows not yet delivered depend on, besides epoch and index."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where a state was taken."""
         ...
 
 
@@ -110,15 +125,28 @@ class EpochSampler:
         """Number of windows, the short last one included."""
         return -(-self.count // self.sequences_per_update)
 
-    def window(self, epoch: int, index: int) -> NDArray[np.int64]:
-        """Return the numbers of the sequences of one window."""
-        start = index * self.sequences_per_update
-        return self._epoch_order(0 if self.repeat else epoch)[start : start + self.sequences_per_update]
+    def plan(self, epoch: int, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
+        """Yield the numbers of the sequences of windows `start` to `stop` of an epoch."""
+        order = self._epoch_order(0 if self.repeat else epoch)
+        for index in range(start, stop):
+            place = index * self.sequences_per_update
+            yield order[place : place + self.sequences_per_update]
 
-    def settings(self) -> dict[str, int | bool]:
+    def deliver(self) -> None:
+        """Nothing depends on what was delivered."""
+
+    def settings(self) -> dict[str, Any]:
         """Return what the windows depend on."""
         names = ("count", "sequences_per_update", "seed", "shuffle", "repeat")
         return {name: getattr(self, name) for name in names}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: epoch and index say all."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take nothing."""
+        del state
 
     def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
         if self._order is None or self._order[0] != epoch:

@@ -43,22 +43,21 @@ def test_sorting_saves_padding() -> None:
 def test_epoch_sampler() -> None:
     sampler = EpochSampler(10, 4, seed=3)
     assert sampler.windows_per_epoch == 3
-    epochs = [np.concatenate([sampler.window(epoch, index) for index in range(3)]) for epoch in (0, 1, 0)]
+    epochs = [np.concatenate(list(sampler.plan(epoch, 0, 3))) for epoch in (0, 1, 0)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
     assert epochs[0].tolist() == epochs[2].tolist() != epochs[1].tolist()
-    assert EpochSampler(10, 4, seed=4).window(0, 0).tolist() != sampler.window(0, 0).tolist()
-    assert EpochSampler(10, 4, shuffle=False).window(5, 2).tolist() == [8, 9]
+    first = next(sampler.plan(0, 0, 3)).tolist()
+    assert next(EpochSampler(10, 4, seed=4).plan(0, 0, 3)).tolist() != first
+    assert next(EpochSampler(10, 4, shuffle=False).plan(5, 2, 3)).tolist() == [8, 9]
     repeated = EpochSampler(10, 4, seed=3, repeat=True)
-    assert repeated.window(7, 1).tolist() == sampler.window(0, 1).tolist()
+    assert next(repeated.plan(7, 0, 3)).tolist() == first
 
 
 def text_loader(num_workers: int = 0, limit: int | None = None) -> TextWindowLoader:
     """Return a loader over 11 documents of different lengths, four an update."""
     dataset = TokenizedDataset([list(range(n + 2)) for n in range(11)], 16)
-    reader = WindowReader(
-        dataset, dataset.lengths, EpochSampler(11, 4, seed=1), DynamicPaddingCollator(0), 24
-    )
-    return TextWindowLoader(reader, num_workers=num_workers, limit=limit)
+    reader = WindowReader(dataset, dataset.lengths, DynamicPaddingCollator(0), 24)
+    return TextWindowLoader(reader, EpochSampler(11, 4, seed=1), num_workers=num_workers, limit=limit)
 
 
 def documents(window: Window) -> list[int]:
@@ -190,7 +189,7 @@ def test_changed_text_is_noticed() -> None:
     with pytest.raises(UserError, match="epoch has 5 windows, this run's has 3"):
         loader.load_state_dict({"epoch": 0, "delivered": 1, "windows_per_epoch": 5})
     other = text_loader()
-    other.reader.sampler.seed = 2
+    other.window_sampler.seed = 2
     with pytest.raises(UserError, match=r"'seed': 1.*'seed': 2.*data\.seed"):
         other.load_state_dict(loader.state_dict())
     with pytest.raises(UserError, match="accumulate=2, this run has 4"):
@@ -236,11 +235,10 @@ def test_refuses_an_unsharded_loader(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_evaluation_takes_every_sequence_once(world_size: int) -> None:
     dataset = TokenizedDataset([list(range(n + 2)) for n in range(11)], 16)
-    sampler = EpochSampler(11, 4)
     shares = []
     for rank in range(world_size):
         reader = WindowReader(
-            dataset, dataset.lengths, sampler, DynamicPaddingCollator(0), 24, rank=rank, world_size=world_size
+            dataset, dataset.lengths, DynamicPaddingCollator(0), 24, rank=rank, world_size=world_size
         )
         shares.append(list(MicroBatchLoader(reader)))
     assert len({len(share) for share in shares}) == 1
