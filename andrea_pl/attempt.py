@@ -21,6 +21,11 @@ class Attempt:
     tokens: int | Tensor
     loss_sum: Tensor
     micro_losses: list[Tensor] = field(default_factory=list[Tensor])
+    sources: Tensor | None = None
+    """(2, K) summed losses and label tokens of each source, over all ranks; None where sources are not told
+    apart."""
+    source_sums: list[float] = field(default_factory=list[float])
+    """The same in one row, on the host."""
     loss: Tensor | None = None
     norm: GradientNorm | None = None
     coefficient: Tensor | None = None

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from typing_extensions import override
 
+from andrea_callbacks.protocols import NamesSources
 from andrea_callbacks.scalars import scalar_buffer
 from andrea_pl.checkpoint import KEY, ModelBlock, read_block, read_checkpoint
 from andrea_pl.data.dataset import IGNORED
@@ -89,6 +90,7 @@ class LanguageModule(TokenWeightedModule):
         self._label_smoothing = label_smoothing
         self._total_updates: int | None = None
         self._bytes_per_token: Tensor | None = None
+        self._source_names: list[str] = []
 
     @property
     def flops_per_token(self) -> float:
@@ -132,10 +134,13 @@ class LanguageModule(TokenWeightedModule):
     @override
     def loss_sum(self, micro_batch: dict[str, Any]) -> Tensor:
         """Return the cross entropy summed over the labels that count, in nats."""
-        logits, labels, _ = self._predict_labels(micro_batch)
-        return F.cross_entropy(
-            logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=self._label_smoothing
+        logits, labels, rows = self._predict_labels(micro_batch)
+        losses = F.cross_entropy(
+            logits, labels, ignore_index=IGNORED, reduction="none", label_smoothing=self._label_smoothing
         )
+        if self.notes_losses and "source_id" in micro_batch:
+            self.note_losses(micro_batch["source_id"][rows], losses, labels != IGNORED)
+        return losses.sum()
 
     def sequence_losses(self, micro_batch: dict[str, Any]) -> Tensor:
         """Return the summed cross entropy of each sequence, (B,) in nats, without label smoothing."""
@@ -251,6 +256,11 @@ class LanguageModule(TokenWeightedModule):
     def setup(self, stage: str) -> None:
         """Take the tokenizer from the data; stop where the weights were trained with another."""
         super().setup(stage)
+        datamodule = getattr(self.trainer, "datamodule", None)
+        self._source_names = list(datamodule.source_names) if isinstance(datamodule, NamesSources) else []
+        groups = max(1, len(self._source_names))
+        if self.evaluation.groups != groups:
+            self.evaluation = TokenMean(groups)
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
         if isinstance(tokenizer, TextTokenizer):
             self._adopt_tokenizer(tokenizer)
@@ -275,13 +285,22 @@ class LanguageModule(TokenWeightedModule):
             self._bytes_per_token[: len(table)] = torch.from_numpy(table)
 
     def _evaluate(self, batch: dict[str, Any]) -> None:
-        loss = self.sequence_losses(batch).double().sum()
-        bytes_of_labels = None
+        losses = self.sequence_losses(batch).double()
+        labels = batch["labels"]
+        counts = labels != IGNORED
+        by_row = [losses, counts.sum(1)]
         if self._bytes_per_token is not None:
-            self._bytes_per_token = self._bytes_per_token.to(loss.device)
-            labels = batch["labels"]
-            bytes_of_labels = (self._bytes_per_token[labels.clamp(min=0)] * (labels != IGNORED)).sum()
-        self.evaluation.update(loss, self.count_tokens(batch), bytes_of_labels)
+            self._bytes_per_token = self._bytes_per_token.to(losses.device)
+            by_row.append((self._bytes_per_token[labels.clamp(min=0)] * counts).sum(1))
+        self.evaluation.update(*(self._by_source(batch, each) for each in by_row))
+
+    def _by_source(self, batch: dict[str, Any], figures: Tensor) -> Tensor:
+        """Add up (B,) figures of sequences to (K,) of sources; where these are not told apart K is 1."""
+        groups = self.evaluation.groups
+        if groups == 1:
+            return figures.sum()[None]
+        is_of = batch["source_id"][:, None] == torch.arange(groups, device=figures.device)
+        return (figures[:, None] * is_of).sum(0)
 
     def _report_evaluation(self, stage: str) -> None:
         means = self.evaluation.compute()
@@ -289,7 +308,15 @@ class LanguageModule(TokenWeightedModule):
         figures = {f"{stage}/loss": means["loss"], f"{stage}/perplexity": means["loss"].exp()}
         if "bits_per_byte" in means:
             figures[f"{stage}/bits_per_byte"] = means["bits_per_byte"]
-        self.log_dict({name: value.float() for name, value in figures.items()}, prog_bar=True, logger=False)
+        overall = {name: value.float() for name, value in figures.items()}
+        self.log_dict(overall, prog_bar=True, logger=False, batch_size=1)
+        for figure in ("loss", "bits_per_byte") if self.evaluation.groups > 1 else ():
+            values = means.get(f"group_{figure}")
+            for name, value in zip(self._source_names, values if values is not None else (), strict=False):
+                if not bool(value.isnan()):  # nothing of that source is held out
+                    figures[f"{stage}/{name}/{figure}"] = value
+        by_source = {name: value.float() for name, value in figures.items() if name not in overall}
+        self.log_dict(by_source, logger=False, batch_size=1)
         if not self.trainer.sanity_checking:
             buffer = scalar_buffer(self.trainer)
             buffer.record(self.trainer.global_step or self.updates_applied + self.updates_skipped, figures)
@@ -302,7 +329,7 @@ class LanguageModule(TokenWeightedModule):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        """Record `val/loss`, `val/perplexity` and `val/bits_per_byte` at the last update."""
+        """Record `val/loss`, `val/perplexity` and `val/bits_per_byte` at the last update, also by source."""
         self._report_evaluation("val")
 
     @override
@@ -312,7 +339,7 @@ class LanguageModule(TokenWeightedModule):
 
     @override
     def on_test_epoch_end(self) -> None:
-        """Record `test/loss`, `test/perplexity` and `test/bits_per_byte`."""
+        """Record `test/loss`, `test/perplexity` and `test/bits_per_byte`, also by source."""
         self._report_evaluation("test")
 
     @override

@@ -15,6 +15,9 @@ class TokenMean(Metric):
     Sums of loss, tokens and bytes are kept in float64 and added over ranks, so that the result depends
     neither on how the sequences were put into batches nor on who evaluated them.
 
+    Args:
+        groups: Kinds of text that are told apart, besides taking all together.
+
     Example:
         >>> metric = TokenMean()
         >>> metric.update(torch.tensor(2.0), 1)
@@ -29,10 +32,11 @@ class TokenMean(Metric):
     bytes: Tensor
     bytes_loss_sum: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, groups: int = 1) -> None:
         super().__init__()
+        self.groups = groups
         for name in ("loss_sum", "tokens", "bytes", "bytes_loss_sum"):
-            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+            self.add_state(name, torch.zeros(groups, dtype=torch.float64), dist_reduce_fx="sum")
 
     @override
     def _apply(self, *args: Any, **kwargs: Any) -> "TokenMean":
@@ -48,9 +52,9 @@ class TokenMean(Metric):
         """Add a batch.
 
         Args:
-            loss_sum: Summed cross entropy in nats, 0-d.
-            tokens: Labels that it is summed over.
-            bytes: Bytes of text that these labels stand for; None where that is not known.
+            loss_sum: Summed cross entropy in nats, (groups,), or 0-d for one group.
+            tokens: Labels that it is summed over, likewise.
+            bytes: Bytes of text that these labels stand for, likewise; None where that is not known.
         """
         self.loss_sum += loss_sum.detach().double()
         self.tokens += tokens
@@ -62,9 +66,11 @@ class TokenMean(Metric):
     def compute(self) -> dict[str, Tensor]:
         """Return `loss` (nats per token) and, where bytes are known, `bits_per_byte`; 0-d float64.
 
-        Without a single token `loss` is NaN.
+        And `group_loss` and `group_bits_per_byte`, (groups,). Without a single token a loss is NaN.
         """
-        means = {"loss": self.loss_sum / self.tokens}
-        if float(self.bytes):
-            means["bits_per_byte"] = self.bytes_loss_sum / self.bytes / math.log(2)
+        means = {"loss": self.loss_sum.sum() / self.tokens.sum(), "group_loss": self.loss_sum / self.tokens}
+        if float(self.bytes.sum()):
+            bits = self.bytes_loss_sum / math.log(2)
+            means["bits_per_byte"] = bits.sum() / self.bytes.sum()
+            means["group_bits_per_byte"] = bits / self.bytes
         return means

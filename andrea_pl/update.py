@@ -3,6 +3,7 @@
 training_step(window)
   count label tokens ──> all-reduce
   each micro-batch: loss_sum ──> manual_backward(loss_sum * world_size / tokens)   arrives averaged
+                       └── note_losses: which source lost how much, where several are named
   settle the update before, where its verdict was still on its way
   optimizer.step()
     ├─ callbacks' on_before_optimizer_step    read the averaged gradient before clipping
@@ -35,8 +36,9 @@ from andrea_callbacks.clip_norm import PreClipNorm
 from andrea_callbacks.finite import FiniteGuard, NonFiniteError
 from andrea_callbacks.gradients import GradientNorm, optimizer_parameters
 from andrea_callbacks.host import HostCopy, side_by_side, widest
-from andrea_callbacks.protocols import ClipsGradients
+from andrea_callbacks.protocols import ClipsGradients, NamesSources
 from andrea_callbacks.schedules import ScheduleMove
+from andrea_callbacks.sources import SourceMonitor
 from andrea_callbacks.updates import EpochSummary, UpdateLog, publish_report
 from andrea_pl.attempt import Attempt
 from andrea_pl.data.windows import Window, WindowLoader
@@ -102,6 +104,8 @@ class TokenWeightedModule(pl.LightningModule):
         self.updates_skipped = 0
         self.update_report: dict[str, Any] | None = None
         self._consecutive_skips = 0
+        self._source_count = 0
+        self._sources: Tensor | None = None
         self._attempt: Attempt | None = None
         self._pending: Attempt | None = None
         self._is_accumulating = False
@@ -116,6 +120,31 @@ class TokenWeightedModule(pl.LightningModule):
         """Return the loss *summed* over the labels that count, 0-d, with its graph."""
         raise NotImplementedError(f"{type(self).__name__} must define loss_sum(micro_batch)")
 
+    def note_losses(self, sources: Tensor, losses: Tensor, counts: Tensor | None = None) -> None:
+        """Tell sources apart: what `loss_sum` is the sum of, and where each part is from.
+
+        Called in `loss_sum`. Does nothing outside an update, and where the datamodule does not name several
+        sources (`source_names`).
+
+        Args:
+            sources: (N,) int, `source_id` of each part; a negative one is passed over.
+            losses: (N,) losses, of labels or of sequences.
+            counts: (N,) labels in each part; 1 each when left out.
+        """
+        if self._sources is None:
+            return
+        wide = self._sources.dtype
+        tokens = torch.ones_like(losses, dtype=wide) if counts is None else counts.to(wide)
+        parts = torch.stack([losses.detach().to(wide), tokens])
+        # neither a matmul, which autocast would do in half precision, nor index_add, which has no fixed order
+        is_of = sources[:, None] == torch.arange(self._source_count, device=sources.device)
+        self._sources += (parts[:, :, None] * is_of).sum(1)
+
+    @property
+    def notes_losses(self) -> bool:
+        """Whether `note_losses` has a use for losses now."""
+        return self._sources is not None
+
     @override
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Make one update of one window and return its report."""
@@ -125,7 +154,7 @@ class TokenWeightedModule(pl.LightningModule):
         optimizer = cast(LightningOptimizer, self.optimizers())
         self._clear_leftovers()
         tokens = self._count_window(window)
-        loss_sum, micro_losses = self._accumulate(window, tokens)
+        loss_sum, micro_losses, sources = self._accumulate(window, tokens)
         self.settle_update()
         attempt = self._attempt = Attempt(
             number=self.trainer.global_step + 1,
@@ -133,6 +162,7 @@ class TokenWeightedModule(pl.LightningModule):
             tokens=tokens,
             loss_sum=loss_sum,
             micro_losses=micro_losses,
+            sources=sources,
         )
         self._prepare_scaler(optimizer.optimizer)
         optimizer.step()
@@ -164,11 +194,13 @@ class TokenWeightedModule(pl.LightningModule):
             if self._defers_verdict(attempt, optimizer):
                 attempt.coefficient = hook.clip_gradients(optimizer, self._bound(), is_bad)
                 attempt.verdict = HostCopy(
-                    side_by_side(loss, norm.total, attempt.tokens, is_bad, attempt.coefficient)
+                    _row(attempt, loss, norm.total, attempt.tokens, is_bad, attempt.coefficient)
                 )
                 attempt.clip_seconds += time.perf_counter() - began
                 return
-            self._decide(attempt, *HostCopy(side_by_side(loss, attempt.tokens, is_bad)).read())
+            figures = HostCopy(_row(attempt, loss, attempt.tokens, is_bad)).read()
+            attempt.source_sums = figures[3:]
+            self._decide(attempt, *figures[:3])
             if attempt.outcome == "applied":
                 attempt.coefficient = hook.clip_gradients(optimizer, self._bound())
         attempt.clip_seconds += time.perf_counter() - began
@@ -209,7 +241,7 @@ class TokenWeightedModule(pl.LightningModule):
         attempt, self._pending = self._pending, None
         if attempt is None or attempt.verdict is None:
             return
-        loss, norm, tokens, is_bad, coefficient = attempt.verdict.read()
+        loss, norm, tokens, is_bad, coefficient, *attempt.source_sums = attempt.verdict.read()
         self._decide(attempt, loss, tokens, is_bad)
         attempt.verdict = None
         if attempt.loss is not None and attempt.norm is not None:  # callbacks need no device any more
@@ -227,14 +259,14 @@ class TokenWeightedModule(pl.LightningModule):
     def configure_callbacks(self) -> Sequence[Callback]:
         """Add the callbacks that write an update's figures, where the user gave none of their kind."""
         self._refuse_trainer_options()
-        wanted: list[Callback] = [UpdateLog(), PreClipNorm(), FiniteGuard(), EpochSummary()]
+        wanted: list[Callback] = [UpdateLog(), PreClipNorm(), FiniteGuard(), EpochSummary(), SourceMonitor()]
         present = cast("list[Callback]", getattr(self.trainer, "callbacks", []))
         return [each for each in wanted if not any(isinstance(other, type(each)) for other in present)]
 
     @override
     def setup(self, stage: str) -> None:
         """Refuse a strategy that cannot work, and forget an earlier fit that broke off."""
-        self._attempt = self._pending = None
+        self._attempt = self._pending = self._sources = None
         self._is_accumulating = False
         if stage == "fit" and isinstance(self.trainer.strategy, FSDPStrategy):
             raise UserError(
@@ -269,7 +301,10 @@ class TokenWeightedModule(pl.LightningModule):
 
     @override
     def on_train_start(self) -> None:
-        """Refuse optimizers and schedulers that do not fit one update a window."""
+        """Refuse optimizers and schedulers that do not fit one update a window; count the sources."""
+        datamodule = cast(Any, self.trainer).datamodule
+        names = datamodule.source_names if isinstance(datamodule, NamesSources) else ()
+        self._source_count = len(names) if len(names) > 1 else 0
         if len(self.trainer.optimizers) != 1:
             raise UserError(
                 f"{type(self).__name__} makes one step of one optimizer a window, and configure_optimizers "
@@ -336,12 +371,18 @@ class TokenWeightedModule(pl.LightningModule):
                 "accumulated where nobody can take it back; resume from a checkpoint, with a new module"
             )
 
-    def _accumulate(self, window: list[Any], tokens: int | Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _accumulate(
+        self, window: list[Any], tokens: int | Tensor
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
         """Run every micro-batch forward and backward, one graph at a time.
 
         Returns:
-            The window's summed loss over all ranks, and the loss of each micro-batch of this rank.
+            The window's summed loss over all ranks, the loss of each micro-batch of this rank, and (2, K)
+            summed losses and tokens of the sources over all ranks.
         """
+        if self._source_count:
+            shape = (2, self._source_count)
+            self._sources = torch.zeros(shape, dtype=widest(self.device), device=self.device)
         scale = self.trainer.world_size / _divisor(tokens)
         losses: list[Tensor] = []
         is_sharded = isinstance(self.trainer.strategy, ModelParallelStrategy)
@@ -366,9 +407,13 @@ class TokenWeightedModule(pl.LightningModule):
                 del loss
         self._is_accumulating = False
         total = torch.stack(losses).to(widest(self.device)).sum()
+        sources, self._sources = self._sources, None
         if self.trainer.world_size > 1:
-            total = self._sum_over_ranks(total)
-        return total, losses
+            parts = [total[None]] if sources is None else [total[None], sources.flatten()]
+            figures = self._sum_over_ranks(torch.cat(parts))
+            total = figures[0]
+            sources = None if sources is None else figures[1:].reshape(sources.shape)
+        return total, losses, sources
 
     def _scaler(self) -> torch.amp.GradScaler | None:
         return getattr(self.trainer.precision_plugin, "scaler", None)
@@ -520,6 +565,7 @@ class TokenWeightedModule(pl.LightningModule):
             "skipped": self.updates_skipped,
             "loss_scale": None if scaler is None else scaler.get_scale(),
             "nonfinite": attempt.nonfinite,
+            **_source_figures(attempt.source_sums),
         }
         return {key: value for key, value in report.items() if value is not None}
 
@@ -558,6 +604,22 @@ def _judges_by_itself(device: torch.device) -> bool:
 
 def _current_lr(optimizer: Optimizer) -> float:
     return float(optimizer.param_groups[0]["lr"])
+
+
+def _row(attempt: Attempt, *figures: Tensor | float) -> Tensor:
+    """Return figures of an update, and those of its sources, in one row for the host."""
+    row = side_by_side(*figures)
+    return row if attempt.sources is None else torch.cat([row, attempt.sources.flatten().to(row)])
+
+
+def _source_figures(sums: list[float]) -> dict[str, Any]:
+    """Return a report's figures by source; none where no source was told apart."""
+    count = len(sums) // 2
+    losses, tokens = sums[:count], [int(each) for each in sums[count:]]
+    if not any(tokens):
+        return {}
+    means = [loss / number if number else None for loss, number in zip(losses, tokens, strict=True)]
+    return {"source_losses": means, "source_tokens": tokens}
 
 
 def _whole(tokens: int | Tensor) -> int | Tensor:

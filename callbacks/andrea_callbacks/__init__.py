@@ -16,6 +16,7 @@ clip_norm  PreClipNorm      moments     MomentMonitor, moment_trace  journal  Ru
 finite     FiniteGuard      coherence   CoherenceGate                layout   TensorBoardLayout
 spikes     SpikeForensics   throughput  Throughput                   console  UpdateProgressBar, RunReport
 updates    UpdateLog, EpochSummary
+sources    SourceMonitor
 """
 
 from andrea_callbacks.clip_norm import ClipWarning as ClipWarning
@@ -44,6 +45,7 @@ from andrea_callbacks.moments import moment_trace as moment_trace
 from andrea_callbacks.scalars import ScalarBuffer as ScalarBuffer
 from andrea_callbacks.scalars import ScalarCallback as ScalarCallback
 from andrea_callbacks.scalars import scalar_buffer as scalar_buffer
+from andrea_callbacks.sources import SourceMonitor as SourceMonitor
 from andrea_callbacks.spikes import SpikeForensics as SpikeForensics
 from andrea_callbacks.throughput import Throughput as Throughput
 from andrea_callbacks.updates import EpochSummary as EpochSummary

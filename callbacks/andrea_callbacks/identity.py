@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from andrea_callbacks.protocols import DecodesTokens, DescribesDocuments, NamesSources
+from andrea_callbacks.protocols import DecodesTokens, DescribesDocuments, LocatesText, NamesSources
 
 DecodeFunction = Callable[[Sequence[int]], str]
 Identity = dict[str, Any]
@@ -59,7 +59,9 @@ def identify(trainer: pl.Trainer, micro_batch: Any, number: int, row: int | None
         identity["document"] = document
         identity["offset"] = columns.get("offset", 0)
         datamodule = cast(Any, trainer).datamodule
-        if isinstance(datamodule, DescribesDocuments):
+        if isinstance(datamodule, LocatesText):
+            identity["place"] = datamodule.locate(document, identity["offset"])
+        elif isinstance(datamodule, DescribesDocuments):
             identity["place"] = datamodule.describe(document)
     return identity
 

@@ -30,7 +30,9 @@ class ReportsUpdates(Protocol):
     `grad_norm_clipped` and `clip_coefficient`, 0-d tensors; `lr` float; `outcome`, one of `applied`, `empty`,
     `nonfinite_skip`, `scaler_skip`, `nonfinite_raise`; `clip_seconds` float, the host's time in measuring and
     clipping; `skipped` int, updates so far that changed no weight;
-    `loss_scale` float, with a GradScaler; `nonfinite` str or None, which tensor was at fault. What is not
+    `loss_scale` float, with a GradScaler; `nonfinite` str or None, which tensor was at fault; of several
+    sources, by `source_id`, `source_losses`, a list of token means, None for a source without a token, and
+    `source_tokens`, a list of label tokens. What is not
     known is absent. What `training_step` returns has the same keys; there the outcome is `pending` where the
     module learns of it only during the next update.
     """
@@ -55,7 +57,7 @@ class SettlesUpdates(Protocol):
 
 @runtime_checkable
 class TakesReports(Protocol):
-    """A callback that follows a module's updates."""
+    """A callback or a datamodule that follows a module's updates."""
 
     def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
         """Do what there is to do with a report; `report["update"]` is its step."""
@@ -144,6 +146,28 @@ class DescribesDocuments(Protocol):
 
     def describe(self, document_id: int) -> str:
         """Return the place, such as file and line."""
+        ...
+
+
+@runtime_checkable
+class LocatesText(Protocol):
+    """A datamodule that knows where in a document a sequence is from."""
+
+    def locate(self, document_id: int, offset: int) -> str:
+        """Return the place of the token `offset` of a document, such as file and line."""
+        ...
+
+
+@runtime_checkable
+class MixesSources(Protocol):
+    """A datamodule that mixes sources by weights, and changes these from phase to phase."""
+
+    def source_figures(self, update: int) -> Mapping[str, Any]:
+        """Return what is known of an update that was just reported; nothing where sources are not mixed.
+
+        Keys: `phase` int, from 1; `phase_length` in updates; `is_phase_start` bool; and by name of the source
+        `weight`, `epochs` gone through so far, and `reward`, where the update gave one.
+        """
         ...
 
 

@@ -14,10 +14,11 @@ from andrea_callbacks.scalars import ScalarCallback
 
 
 def publish_report(trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
-    """Hand the report of an update to every callback that takes reports."""
-    for callback in cast("list[Callback]", cast(Any, trainer).callbacks):
-        if isinstance(callback, TakesReports):
-            callback.take_report(trainer, report)
+    """Hand the report of an update to the datamodule, and then to every callback, that takes reports."""
+    takers = [cast(Any, trainer).datamodule, *cast("list[Callback]", cast(Any, trainer).callbacks)]
+    for taker in takers:
+        if isinstance(taker, TakesReports):
+            taker.take_report(trainer, report)
 
 
 def settle(pl_module: pl.LightningModule) -> None:
