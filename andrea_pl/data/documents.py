@@ -309,7 +309,9 @@ def _record_text(record: Any, place: str, problems: Problems) -> str | None:
     if not text.strip():
         problems.report(place, "empty text", "remove the record")
         return None
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
+    try:
+        text.encode()
+    except UnicodeEncodeError:
         problems.report(place, "half a surrogate pair, which no UTF-8 can hold", "mend the escape")
         return None
     return text

@@ -77,7 +77,7 @@ class Preparation:
 
     def split_of_tokens(self, source: TextSource, document: Sequence[int]) -> str:
         """Deal a document given as ids, likewise."""
-        return self.split_of(source, _digest(repr(list(document)).encode()))
+        return self.split_of(source, digest(repr(list(document)).encode()))
 
     def split_of(self, source: TextSource, digest: int) -> str:
         """Deal a document to a split, by its content alone."""
@@ -205,11 +205,12 @@ def _training_texts(preparation: Preparation) -> Iterator[str]:
     problems = Problems(preparation.on_error)
     for source in preparation.text:
         for document in source.read(problems):
-            if preparation.split_of(source, _digest(document.content)) == "train":
+            if preparation.split_of(source, digest(document.content)) == "train":
                 yield document.text
 
 
-def _digest(content: bytes) -> int:
+def digest(content: bytes) -> int:
+    """Return a hash of a document's content, 64 bits: its share of 2^64 decides the split."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
@@ -249,10 +250,10 @@ def _write(
         for tokens, size, content, document in tqdm(
             pieces, desc=source.name, unit=" documents", disable=None, leave=False
         ):
-            digest = _digest(content)
-            split = preparation.split_of(source, digest)
-            repeated += digest in seen
-            crossing += seen.setdefault(digest, split) != split
+            mark = digest(content)
+            split = preparation.split_of(source, mark)
+            repeated += mark in seen
+            crossing += seen.setdefault(mark, split) != split
             splits[split] += 1
             writer.add(
                 tokens,
@@ -260,7 +261,7 @@ def _write(
                 split=split,
                 origin=document.origin,
                 line=document.line,
-                digest=digest,
+                digest=mark,
             )
         _finish(writer, source, tokenizer, inputs, problems, splits, repeated)
     if crossing:

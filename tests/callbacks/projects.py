@@ -21,6 +21,7 @@ from andrea_callbacks import (
     MomentMonitor,
     PreClipNorm,
     RunJournal,
+    SourceMonitor,
     SpikeForensics,
     TensorBoardLayout,
     Throughput,
@@ -51,6 +52,7 @@ BUILDERS: dict[str, Callable[..., pl.Callback]] = {
     "RunJournal": lambda **options: RunJournal(**{"every": 2} | options),
     "UpdateLog": lambda **options: UpdateLog(**options),
     "EpochSummary": lambda **options: EpochSummary(**options),
+    "SourceMonitor": lambda **options: SourceMonitor(**options),
     "TensorBoardLayout": lambda **options: TensorBoardLayout(),
 }
 

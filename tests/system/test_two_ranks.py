@@ -104,6 +104,22 @@ def test_windows_are_shared_out(both: list[Results], alone: Results) -> None:
         assert len(set(whole)) == len(whole)
 
 
+def test_a_bandit_decides_alike(both: list[Results], alone: Results) -> None:
+    """Weights and losses by source are bitwise those of the other rank, windows those of one rank."""
+    one, two, whole = (results["bandit"] for results in (*both, alone))
+    assert one["figures"] == two["figures"]
+    for mine, yours, all_of_them in zip(one["windows"], two["windows"], whole["windows"], strict=True):
+        assert not set(mine) & set(yours)
+        assert sorted(mine + yours) == sorted(all_of_them)
+    assert len({weights for _, _, weights in one["figures"]}) > 4, "phases differ"
+    for (losses, tokens, weights), (there, counted, given) in zip(
+        one["figures"], whole["figures"], strict=True
+    ):
+        assert tokens == counted
+        assert weights == pytest.approx(given, rel=1e-6)
+        assert losses == pytest.approx(there, rel=1e-9)
+
+
 def test_same_run_as_one_rank(both: list[Results], alone: Results) -> None:
     """Norms, tokens and weights after every update are those of one rank; validation to 1e-9."""
     for results in both:

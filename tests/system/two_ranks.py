@@ -22,11 +22,13 @@ from andrea_pl import (
     ClipDDPStrategy,
     ClipModelParallelStrategy,
     ClipSingleDeviceStrategy,
+    Curriculum,
     LanguageModule,
     NonFiniteError,
     TextDataModule,
     TextSource,
     TransformerConfig,
+    Ucb1,
     UserError,
     Window,
     WindowLoader,
@@ -139,6 +141,41 @@ def language() -> dict[str, Any]:
         "validation": exact,
         "micro_batches": [],
     }
+
+
+def bandit() -> dict[str, Any]:
+    """Train on three sources under a bandit, whose losses the ranks must add up."""
+    generator = torch.Generator().manual_seed(4)
+    sources: list[TextSource] = []
+    for number, name in enumerate(("prose", "lists", "answers")):
+        sizes = torch.randint(3, 8 + 4 * number, (30,), generator=generator).tolist()
+        rows = [torch.randint(0, 10 + 20 * number, (size,), generator=generator).tolist() for size in sizes]
+        sources.append(TextSource(name=name, kind="tokens", documents=rows))
+    data = TextDataModule(
+        sources,
+        vocab_size=50,
+        block_size=16,
+        sequences_per_update=7,
+        micro_batch_tokens=40,
+        val_fraction=0.0,
+        curriculum=Curriculum(mixture=Ucb1(), phases=[3, 5], hard_clip=0.0, updates_per_epoch=20),
+    )
+    torch.manual_seed(2)
+    shape = TransformerConfig(vocab_size=50, block_size=16, d_model=16, n_heads=2, n_layers=1)
+    module = LanguageModule(shape, lr=1e-2, schedule="constant").double()
+    windows: list[list[int]] = []
+    figures: list[tuple[Any, ...]] = []
+
+    class Seen(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            windows.append([each for part in batch for each in part["document_id"].tolist() if each >= 0])
+
+        def take_report(self, trainer: Any, report: Any) -> None:
+            weights = tuple(data.source_figures(report["update"])["weight"].values())
+            figures.append((report["source_losses"], report["source_tokens"], weights))
+
+    trainer_of(callbacks=[Seen()], max_steps=40, max_epochs=-1).fit(module, datamodule=data)
+    return {"windows": windows, "figures": figures}
 
 
 def sharded_loader() -> dict[str, Any]:
@@ -439,6 +476,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "nan raise": lambda: toy([[window(A), window(A)], [window(B), bad]]),
     "many": lambda: toy([[window(A, A, A, A)] * 2, [window(B, B, B, B)] * 2], max_norm=None),
     "language": language,
+    "bandit": bandit,
     "sharded loader": sharded_loader,
     "ddp sgd": lambda: clipping("ddp", sgd),
     "ddp adamw": lambda: clipping("ddp", adamw),
