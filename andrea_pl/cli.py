@@ -241,12 +241,10 @@ class AndreaCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            if isinstance(error, UserError):
-                raise
-            first = re.search(
-                r"Errors:\n\s*- (.*)", str(error)
-            )  # the fault itself, before what else it is not
-            raise UserError(first[1] if first else str(error)) from error
+            fault: BaseException = error  # the parser wraps it in what else the value is not, once a level
+            while fault.__cause__ is not None:
+                fault = fault.__cause__
+            raise fault if isinstance(fault, UserError) else UserError(str(fault)) from error
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
