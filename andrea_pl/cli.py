@@ -325,7 +325,8 @@ class AndreaCLI(LightningCLI):
         data = cast(TextDataModule, self.datamodule)
         with path.open("w", encoding="utf-8") as file:
             for row in rows:
-                file.write(json.dumps({**row, "document": data.describe(row["document_id"])}) + "\n")
+                place = data.locate(row["document_id"], row["offset"])
+                file.write(json.dumps({**row, "document": place}) + "\n")
         print(f"losses of {len(rows)} sequences: {path}")
 
     @override

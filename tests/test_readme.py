@@ -10,7 +10,15 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from andrea_callbacks import RunEvent, publish_event
-from andrea_pl import LanguageModule, RoPELanguageModel, TextDataModule, TextSource, TransformerConfig
+from andrea_pl import (
+    Curriculum,
+    LanguageModule,
+    RoPELanguageModel,
+    TextDataModule,
+    TextSource,
+    TransformerConfig,
+    Ucb1,
+)
 from projects import everything
 from toy import build_trainer
 
@@ -45,14 +53,18 @@ def test_two_commands() -> None:
 
 
 def test_sources_of_the_yaml() -> None:
-    for source in yaml.safe_load(blocks("yaml")[0])["data"]["sources"]:
+    first, second = (yaml.safe_load(block)["data"] for block in blocks("yaml"))
+    for source in (*first["sources"], *second["sources"]):
         TextSource(**source)
+    mixture = second["curriculum"].pop("mixture")
+    assert mixture.pop("class_path") == "andrea_pl.Ucb1"
+    Curriculum(mixture=Ucb1(**mixture["init_args"]), **second["curriculum"])
 
 
 def test_parameters_of_the_table() -> None:
     units = {"thousand": 1e3, "million": 1e6}
-    rows = re.findall(r"`(configs/[\w.-]+)` \| ([\d.]+) (thousand|million)", README)
-    assert len(rows) == 4
+    rows = re.findall(r"`(configs/[\w.-]+)`(?:, `-v1`)? \| ([\d.]+) (thousand|million)", README)
+    assert len(rows) == 6
     for path, number, unit in rows:
         config = yaml.safe_load((ROOT / path).read_text())
         shape = TransformerConfig(
@@ -92,9 +104,11 @@ def test_glossary_has_every_scalar(tmp_path: Path) -> None:
     documents = [[1 + (number * place) % 30 for place in range(1, 12)] for number in range(80)]
     data = TextDataModule(
         [
-            TextSource(name="t", kind="tokens", documents=documents[:70]),
+            TextSource(name="t", kind="tokens", documents=documents[:40]),
+            TextSource(name="u", kind="tokens", documents=documents[40:70]),
             TextSource(name="v", kind="tokens", documents=documents[70:], split="val"),
         ],
+        curriculum=Curriculum(mixture=Ucb1(), hard_clip=0.0, updates_per_epoch=70),
         vocab_size=32,
         block_size=8,
         sequences_per_update=2,
@@ -120,4 +134,5 @@ def test_glossary_has_every_scalar(tmp_path: Path) -> None:
         pattern.pattern for pattern in patterns if not any(pattern.fullmatch(name) for name in written)
     }
     needs_more = {"coherence/words", "test/.+", "train/loss_scale", "val/bits_per_byte"}  # text, a scaler
+    needs_more |= {"val/.+/bits_per_byte"}
     assert unwritten == needs_more

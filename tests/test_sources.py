@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import andrea_pl.update
 from andrea_callbacks import RunJournal, SourceMonitor, read_journal
@@ -165,6 +166,27 @@ class TestLossesBySource:
             trainer.fit(Silent(), datamodule=data(bandit()))
         again = build_trainer(max_steps=5)
         again.fit(Silent(), datamodule=data(Curriculum()))
+
+    def test_nothing_waits_for_an_accelerator(self) -> None:
+        """Noting losses reads no number from the device, and what is of no source counts for none."""
+
+        class Waiting(TorchDispatchMode):
+            def __init__(self) -> None:
+                super().__init__()
+                self.found: list[str] = []
+
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if any(word in str(func) for word in ("_local_scalar_dense", "nonzero", "index_put")):
+                    self.found.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        model = ToyU()
+        model._source_count = 3
+        model._sources = torch.zeros(2, 3, dtype=torch.float64)
+        with Waiting() as waiting:
+            model.note_losses(torch.tensor([0, 2, 2, -1]), torch.tensor([1.0, 2.0, 4.0, 8.0]))
+        assert waiting.found == []
+        assert model._sources.tolist() == [[1.0, 0.0, 6.0], [1.0, 0.0, 2.0]]
 
     def test_without_sources_nothing_is_added(self) -> None:
         watcher = Watcher()

@@ -52,6 +52,8 @@ class Mixture:
 
     learns = False
     """Whether weights depend on losses."""
+    uses_weights = True
+    """Whether it heeds the `weight` of a source."""
     arms: tuple[Arm, ...] = ()
 
     def start(self, arms: Sequence[Arm]) -> None:
@@ -119,6 +121,8 @@ class Proportional(Mixture):
         UserError: If `temperature` is not more than 0.
     """
 
+    uses_weights = False
+
     def __init__(self, temperature: float = 1.0) -> None:
         if not temperature > 0:
             raise UserError(f"Proportional: temperature must be more than 0, got {temperature}")
@@ -179,6 +183,7 @@ class Ucb1(Mixture):
     """
 
     learns = True
+    uses_weights = False
 
     def __init__(
         self, exploration: float = math.sqrt(2), reward_scale: float = 10.0, alpha: float = 0.1
@@ -269,6 +274,7 @@ class Exp3(Mixture):
     """
 
     learns = True
+    uses_weights = False
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ from andrea_pl.data.curriculum import Curriculum, CurriculumSampler, Pool
 from andrea_pl.data.dataset import DynamicPaddingCollator, TokenizedDataset
 from andrea_pl.data.documents import TextSource
 from andrea_pl.data.loader import MicroBatchLoader, TextWindowLoader, WindowReader
+from andrea_pl.data.mixtures import Fixed
 from andrea_pl.data.prepare import Preparation, Prepared, keep_tokenizer, open_prepared, prepare
 from andrea_pl.data.repetition import repetition
 from andrea_pl.data.tokenizer import TextTokenizer
@@ -117,6 +118,8 @@ class TextDataModule(pl.LightningDataModule):
             raise UserError(
                 "data.shuffle=false and a mixture of sources exclude each other; drop one of them"
             )
+        if curriculum is not None:
+            _check_curriculum(curriculum, sources, num_workers, prefetch_factor)
         self.curriculum = curriculum
         self.prefetch_factor = prefetch_factor
         self.block_size = block_size
@@ -144,6 +147,21 @@ class TextDataModule(pl.LightningDataModule):
     def source_names(self) -> list[str]:
         """Names of the sources; the position is the `source_id`."""
         return [source.name for source in self.preparation.sources]
+
+    @property
+    def hyperparameters(self) -> dict[str, int | float | str | bool]:
+        """What an update is made of, for TensorBoard."""
+        options: dict[str, int | float | str | bool] = {
+            "sequences_per_update": self.sequences_per_update,
+            "block_size": self.block_size,
+            "sources": ", ".join(self.source_names),
+        }
+        if self.curriculum is not None:
+            mixture = self.curriculum.mixture
+            options["mixture"] = Fixed.__name__ if mixture is None else type(mixture).__name__
+            names = ("share_of", "warmup_updates", "reward_lag", "hard_clip", "repetition_penalty")
+            options |= {f"curriculum.{name}": getattr(self.curriculum, name) for name in names}
+        return options
 
     @property
     def tokenizer(self) -> TextTokenizer | None:
@@ -322,16 +340,17 @@ class TextDataModule(pl.LightningDataModule):
             next_update=None if trainer is None else lambda: trainer.global_step + 1,
             settle=None if trainer is None else lambda: settle(trainer.lightning_module),
         )
-        ahead = self.num_workers * self.prefetch_factor + 1 if self.num_workers else 0
-        if sampler.learns and ahead > self.curriculum.reward_lag:
-            raise UserError(
-                f"{self.num_workers} workers, each {self.prefetch_factor} windows ahead, ask for windows "
-                f"{ahead} updates before they are trained on, and data.curriculum.reward_lag is "
-                f"{self.curriculum.reward_lag}: raise it to {ahead}, or lower data.num_workers or "
-                "data.prefetch_factor"
-            )
+        _refuse_too_little_text(sampler, trainer)
         if before is not None and trainer is not None and trainer.global_step:
             sampler.load_state_dict(before.state_dict())
+        texts = ", ".join(
+            f"{pool.name} ({pool.count:,} sequences, {pool.repetition:.0%} repeated)"
+            for pool in sampler.pools
+        )
+        rank_zero_info(
+            f"{type(sampler.mixture).__name__} mixes by shares of {self.curriculum.share_of}, "
+            f"{sampler.windows_per_epoch:,} updates an epoch: {texts}"
+        )
         return sampler
 
     def _pools(self) -> list[Pool]:
@@ -441,6 +460,53 @@ class TextDataModule(pl.LightningDataModule):
 
     def _pin_memory(self) -> bool:
         return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+
+
+def _check_curriculum(
+    curriculum: Curriculum, sources: list[TextSource], num_workers: int, prefetch_factor: int
+) -> None:
+    """Refuse what cannot work together, before any text is prepared."""
+    names = [source.name for source in sources]
+    for name in curriculum.warmup_sources:
+        if name not in names:
+            known = ", ".join(names)
+            raise UserError(
+                f"curriculum.warmup_sources names {name!r}, and the sources are {known}; name these"
+            )
+    mixture = Fixed() if curriculum.mixture is None else curriculum.mixture
+    for source in sources:
+        if source.weight is not None and not mixture.uses_weights:
+            raise UserError(
+                f"source {source.name!r} has a weight, which {type(mixture).__name__} does not use: give it "
+                "a floor instead, or leave curriculum.mixture out for fixed weights"
+            )
+    ahead = num_workers * prefetch_factor + 1 if num_workers else 0
+    if mixture.learns and ahead > curriculum.reward_lag:
+        raise UserError(
+            f"{num_workers} workers, each {prefetch_factor} windows ahead, ask for windows {ahead} updates "
+            f"before they are trained on, and data.curriculum.reward_lag is {curriculum.reward_lag}: raise it to "
+            f"{ahead}, or lower data.num_workers or data.prefetch_factor"
+        )
+
+
+def _refuse_too_little_text(sampler: CurriculumSampler, trainer: pl.Trainer | None) -> None:
+    """Refuse a run that is longer than all sources' `max_epochs` allow."""
+    supply = sum(pool.supply for pool in sampler.pools)
+    if trainer is None or math.isinf(supply):
+        return
+    limits = [trainer.max_steps] if trainer.max_steps > 0 else []
+    if trainer.max_epochs is not None and trainer.max_epochs > 0:
+        limit = trainer.limit_train_batches
+        windows = sampler.windows_per_epoch
+        limits.append(
+            trainer.max_epochs * (int(limit * windows) if isinstance(limit, float) else min(limit, windows))
+        )
+    updates = int(supply // sampler.sequences_per_update)
+    if limits and min(limits) > updates:
+        raise UserError(
+            f"the sources' max_epochs allow {updates:,} updates, and the run has {min(limits):,}; raise "
+            "max_epochs, leave it out for one source, or shorten the run"
+        )
 
 
 def _cache_dir(given: str | None) -> Path:

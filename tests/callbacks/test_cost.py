@@ -15,6 +15,7 @@ from andrea_callbacks import (
     MomentMonitor,
     PreClipNorm,
     RunJournal,
+    SourceMonitor,
     SpikeForensics,
     TensorBoardLayout,
     Throughput,
@@ -100,6 +101,7 @@ def watching_callbacks() -> list[Any]:
         RunJournal(every=every, seconds=1e9),
         UpdateLog(),
         EpochSummary(),
+        SourceMonitor(),
         TensorBoardLayout(),
     ]
 

@@ -31,6 +31,7 @@ from andrea_pl import (
 )
 from andrea_pl.data.curriculum import CurriculumSampler, Pool, spread
 from andrea_pl.data.loader import TextWindowLoader, WindowReader
+from toy import build_trainer
 
 SIZES = {"prose": 90, "lists": 50, "answers": 200}
 WINDOWS = 500
@@ -454,23 +455,51 @@ class TestConfiguration:
             TextSource(name="s", paths=["x"], **options)
 
     def test_unknown_warm_up_source(self) -> None:
-        data = module(Curriculum(warmup_updates=3, warmup_sources=["poems"]))
-        with pytest.raises(UserError, match=r"names 'poems', and the sources .* are prose, lists, answers"):
+        with pytest.raises(UserError, match=r"names 'poems', and the sources are prose, lists, answers"):
+            module(Curriculum(warmup_updates=3, warmup_sources=["poems"]))
+        held = TextSource(name="held", kind="tokens", documents=[[1, 2]], split="val")
+        kept = TextSource(name="kept", kind="tokens", documents=[[1, 2]])
+        data = module(Curriculum(warmup_updates=3, warmup_sources=["held"]), sources=[held, kept])
+        with pytest.raises(UserError, match=r"names 'held', and the sources with training text are kept"):
             data.train_dataloader()
+
+    def test_a_weight_that_nobody_heeds(self) -> None:
+        sources = [TextSource(name="a", kind="tokens", documents=[[1, 2]], weight=2.0)]
+        for mixture in (Ucb1(), Exp3(), Proportional()):
+            with pytest.raises(
+                UserError, match=f"'a' has a weight, which {type(mixture).__name__} does not use"
+            ):
+                module(Curriculum(mixture=mixture), sources=sources)
+        module(Curriculum(mixture=Fixed()), sources=sources)
+
+    def test_a_run_longer_than_the_text_may_be_read(self) -> None:
+        sources = [TextSource(name="a", kind="tokens", documents=[[1, 2]] * 20, max_epochs=2)]
+        data = module(Curriculum(updates_per_epoch=2), sources=sources, sequences_per_update=8)
+        for options, updates in (
+            ({"max_steps": 6}, 6),
+            ({"max_epochs": 3}, 6),
+            ({"max_epochs": 9, "max_steps": 7}, 7),
+        ):
+            data.trainer = build_trainer(**options)
+            with pytest.raises(
+                UserError, match=f"max_epochs allow 5 updates, and the run has {updates}; raise"
+            ):
+                data.train_dataloader()
+        data.trainer = build_trainer(max_steps=5)
+        data.train_dataloader()
 
     @pytest.mark.parametrize(
         ("workers", "prefetch", "lag", "works"),
         [(2, 3, 7, True), (2, 4, 7, False), (1, 1, 1, False), (1, 1, 2, True)],
     )
     def test_reading_too_far_ahead(self, workers: int, prefetch: int, lag: int, works: bool) -> None:
-        data = module(
-            Curriculum(mixture=Ucb1(), reward_lag=lag), num_workers=workers, prefetch_factor=prefetch
-        )
+        options = {"num_workers": workers, "prefetch_factor": prefetch}
+        curriculum = Curriculum(mixture=Ucb1(), reward_lag=lag)
         if works:
-            data.train_dataloader()
+            module(curriculum, **options).train_dataloader()
         else:
             with pytest.raises(UserError, match=f"reward_lag is {lag}: raise it to {workers * prefetch + 1}"):
-                data.train_dataloader()
+                module(curriculum, **options)
         module(Curriculum(mixture=Fixed(), reward_lag=0), num_workers=3).train_dataloader()
 
     def test_declared_length(self) -> None:

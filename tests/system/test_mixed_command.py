@@ -100,7 +100,7 @@ ERRORS: dict[str, tuple[list[str], int, str]] = {
     "unknown source": (
         ["--data.curriculum.warmup_sources", "[prose, poems]"],
         1,
-        "warmup_sources names 'poems', and the sources with training text are prose, lists, answers",
+        "curriculum.warmup_sources names 'poems', and the sources are prose, lists, answers",
     ),
     "too far ahead": (
         ["--data.num_workers", "2", "--data.prefetch_factor", "4"],
