@@ -258,7 +258,7 @@ class LanguageModule(TokenWeightedModule):
         super().setup(stage)
         datamodule = getattr(self.trainer, "datamodule", None)
         self._source_names = list(datamodule.source_names) if isinstance(datamodule, NamesSources) else []
-        groups = max(1, len(self._source_names))
+        groups = len(self._source_names) + 1 if len(self._source_names) > 1 else 1
         if self.evaluation.groups != groups:
             self.evaluation = TokenMean(groups)
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
@@ -295,12 +295,17 @@ class LanguageModule(TokenWeightedModule):
         self.evaluation.update(*(self._by_source(batch, each) for each in by_row))
 
     def _by_source(self, batch: dict[str, Any], figures: Tensor) -> Tensor:
-        """Add up (B,) figures of sequences to (K,) of sources; where these are not told apart K is 1."""
-        groups = self.evaluation.groups
-        if groups == 1:
-            return figures.sum()[None]
-        is_of = batch["source_id"][:, None] == torch.arange(groups, device=figures.device)
-        return (figures[:, None] * is_of).sum(0)
+        """Add up (B,) figures of sequences to those of sources, and of no known source, (K + 1,).
+
+        Where sources are not told apart K is 0.
+        """
+        known = self.evaluation.groups - 1
+        sources = batch.get("source_id")
+        if not known or sources is None:
+            return F.pad(figures.sum()[None], (known, 0))
+        groups = torch.where((sources >= 0) & (sources < known), sources, known)
+        is_of = groups[:, None] == torch.arange(known + 1, device=figures.device)
+        return torch.where(is_of, figures[:, None], 0).sum(0)
 
     def _report_evaluation(self, stage: str) -> None:
         means = self.evaluation.compute()
@@ -310,11 +315,11 @@ class LanguageModule(TokenWeightedModule):
             figures[f"{stage}/bits_per_byte"] = means["bits_per_byte"]
         overall = {name: value.float() for name, value in figures.items()}
         self.log_dict(overall, prog_bar=True, logger=False, batch_size=1)
-        for figure in ("loss", "bits_per_byte") if self.evaluation.groups > 1 else ():
-            values = means.get(f"group_{figure}")
-            for name, value in zip(self._source_names, values if values is not None else (), strict=False):
-                if not bool(value.isnan()):  # nothing of that source is held out
-                    figures[f"{stage}/{name}/{figure}"] = value
+        told_apart = self._source_names if self.evaluation.groups > 1 else []
+        for number, name in enumerate(told_apart):
+            for figure in ("loss", "bits_per_byte"):
+                if f"group_{figure}" in means and float(means["group_tokens"][number]):
+                    figures[f"{stage}/{name}/{figure}"] = means[f"group_{figure}"][number]
         by_source = {name: value.float() for name, value in figures.items() if name not in overall}
         self.log_dict(by_source, logger=False, batch_size=1)
         if not self.trainer.sanity_checking:

@@ -66,9 +66,14 @@ class TokenMean(Metric):
     def compute(self) -> dict[str, Tensor]:
         """Return `loss` (nats per token) and, where bytes are known, `bits_per_byte`; 0-d float64.
 
-        And `group_loss` and `group_bits_per_byte`, (groups,). Without a single token a loss is NaN.
+        And `group_loss`, `group_bits_per_byte` and `group_tokens`, (groups,). Without a single token a loss
+        is NaN.
         """
-        means = {"loss": self.loss_sum.sum() / self.tokens.sum(), "group_loss": self.loss_sum / self.tokens}
+        means = {
+            "loss": self.loss_sum.sum() / self.tokens.sum(),
+            "group_loss": self.loss_sum / self.tokens,
+            "group_tokens": self.tokens.clone(),
+        }
         if float(self.bytes.sum()):
             bits = self.bytes_loss_sum / math.log(2)
             means["bits_per_byte"] = bits.sum() / self.bytes.sum()

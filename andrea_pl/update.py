@@ -138,7 +138,7 @@ class TokenWeightedModule(pl.LightningModule):
         parts = torch.stack([losses.detach().to(wide), tokens])
         # neither a matmul, which autocast would do in half precision, nor index_add, which has no fixed order
         is_of = sources[:, None] == torch.arange(self._source_count, device=sources.device)
-        self._sources += (parts[:, :, None] * is_of).sum(1)
+        self._sources += torch.where(is_of, parts[:, :, None], 0.0).sum(1)  # a NaN stays with its source
 
     @property
     def notes_losses(self) -> bool:

@@ -6,7 +6,8 @@
 
 Trained are v1, v2, and v1 with one of clip, warm-up, weight decay, curriculum warm-up and reward guard, each
 with every seed, on the same corpora, one thread a run. Finished runs are kept: started again, it goes on with
-what is missing. In the folder it writes `table.md` and the pictures
+what is missing, or was made by another command or configuration. A run that a NaN stops is a result, too. In
+the folder it writes `table.md` and the pictures
 
     switches.svg    norm before clipping, by the updates since weights switched, over the median inside phases
     clipped.svg     share of the updates whose norm was over the bound of 1, clipped or not
@@ -100,15 +101,21 @@ class Job:
         flags = [f"--{name}={value}" for name, value in options.items()]
         return [sys.executable, "-m", "andrea_pl", "fit", *flags]
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the run is finished."""
-        return (self.log / "done").exists()
+    def mark(self, updates: int | None) -> dict[str, Any]:
+        """Return what a finished run must have been made by."""
+        config, changes = RECIPES[self.recipe]
+        text = (CONFIGS / f"andrea-mini-{config}.yaml").read_text(encoding="utf-8")
+        return {"config": text, "changes": changes, "seed": self.seed, "updates": updates}
 
-    def train(self, updates: int | None) -> float:
-        """Train it from the start, unless it is finished; return the seconds that it took."""
-        if self.is_done:
-            return float((self.log / "done").read_text())
+    def is_done(self, updates: int | None) -> bool:
+        """Whether the run is finished, by this very command and configuration."""
+        file = self.log / "done.json"
+        return file.exists() and json.loads(file.read_text())["mark"] == self.mark(updates)
+
+    def train(self, updates: int | None) -> str:
+        """Train it from the start, unless it is finished; say how it went."""
+        if self.is_done(updates):
+            return "kept"
         shutil.rmtree(self.log, ignore_errors=True)
         self.log.mkdir(parents=True)
         began = time.perf_counter()
@@ -121,11 +128,11 @@ class Job:
                 check=False,
             )
         seconds = time.perf_counter() - began
-        if done.returncode:
-            last = (self.log / "output.txt").read_text(errors="replace").splitlines()[-5:]
-            raise SystemExit("\n".join([f"{self.recipe}, seed {self.seed}: exit {done.returncode}", *last]))
-        (self.log / "done").write_text(f"{seconds:.1f}")
-        return seconds
+        last = (self.log / "output.txt").read_text(errors="replace").splitlines()[-5:]
+        if done.returncode and "is not finite" not in " ".join(last):
+            raise RuntimeError("\n".join([f"{self.recipe}, seed {self.seed}: exit {done.returncode}", *last]))
+        (self.log / "done.json").write_text(json.dumps({"mark": self.mark(updates), "seconds": seconds}))
+        return f"{seconds:.0f} s" + (f", stopped: {last[-1]}" if done.returncode else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +143,6 @@ class Run:
     seed: int
     norms: list[float]
     """Before clipping, of every update."""
-    losses: list[float]
     since_switch: list[int]
     """Updates since the phase began, 0 for its first."""
     tokens: list[int]
@@ -167,7 +173,7 @@ class Run:
 def read_run(job: Job) -> Run:
     """Read journal and curves of a finished run."""
     rows = read_journal(job.log / "run" / "journal.jsonl")
-    updates = [row for row in rows if row["kind"] == "update"]
+    updates = [row for row in rows if row["kind"] == "update" and row["outcome"] == "applied"]
     starts = {row["update"] for row in rows if row["kind"] == "phase"}
     since: list[int] = []
     for row in updates:
@@ -186,7 +192,6 @@ def read_run(job: Job) -> Run:
         recipe=job.recipe,
         seed=job.seed,
         norms=[float(row["grad_norm"]) for row in updates],
-        losses=[float(row["loss"]) for row in updates],
         since_switch=since,
         tokens=np.cumsum([row["tokens"] for row in updates]).tolist(),
         shares=dict(zip(SOURCES, (totals / totals.sum()).tolist(), strict=True)),
@@ -390,11 +395,14 @@ def main() -> None:
         prepared[prepared.index("fit")] = "prepare"
         subprocess.run(prepared, check=True)  # once, not by two runs at a time
         with ThreadPoolExecutor(options.workers) as pool:
-            for job, seconds in zip(
-                jobs, pool.map(lambda job: job.train(options.updates), jobs), strict=True
-            ):
-                print(f"{job.recipe}, seed {job.seed}: {seconds:.0f} s", flush=True)
-    runs = [read_run(job) for job in jobs if job.is_done]
+            trained = [pool.submit(job.train, options.updates) for job in jobs]
+            try:
+                for job, each in zip(jobs, trained, strict=True):
+                    print(f"{job.recipe}, seed {job.seed}: {each.result()}", flush=True)
+            except RuntimeError as error:
+                pool.shutdown(cancel_futures=True)
+                raise SystemExit(str(error)) from error
+    runs = [read_run(job) for job in jobs if job.is_done(options.updates)]
     if not runs:
         raise SystemExit(f"no finished run in {options.folder}")
     print(write_table(runs, options.folder / "table.md"))

@@ -1,5 +1,6 @@
 """The parts of benchmarks that compute something: figures of the story, texts of the corpora."""
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ def run(**changes: Any) -> story.Run:
         "recipe": "v1",
         "seed": 0,
         "norms": [2.0 if age < 3 else 1.0 for age in since],
-        "losses": [5.0] * 130,
         "since_switch": since,
         "tokens": [100 * (update + 1) for update in range(130)],
         "shares": {"novels": 0.5, "documentation": 0.3, "questions": 0.2},
@@ -66,6 +66,16 @@ def test_every_recipe_is_v1_or_v2_with_one_change() -> None:
     command = story.Job(recipe="v1 + clip", seed=1, folder=Path("f")).command(50)
     assert "--model.max_norm=1.0" in command
     assert "--trainer.max_steps=50" in command
+
+
+def test_a_run_by_another_command_is_made_again(tmp_path: Path) -> None:
+    job = story.Job(recipe="v1", seed=0, folder=tmp_path)
+    job.log.mkdir()
+    (job.log / "done.json").write_text(json.dumps({"mark": job.mark(50), "seconds": 1.0}))
+    assert job.is_done(50)
+    assert job.train(50) == "kept"
+    assert not job.is_done(60)
+    assert not story.Job(recipe="v1", seed=1, folder=tmp_path).is_done(50)
 
 
 def test_synsets(tmp_path: Path) -> None:

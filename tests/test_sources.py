@@ -188,6 +188,33 @@ class TestLossesBySource:
         assert waiting.found == []
         assert model._sources.tolist() == [[1.0, 0.0, 6.0], [1.0, 0.0, 2.0]]
 
+    def test_one_source_under_a_bandit(self) -> None:
+        """There is nothing to learn, and nothing to refuse."""
+        logger = RowLogger()
+        train(data(bandit(), sources=sources()[:1]), module(), max_steps=10, logger=logger)
+        assert {value for _, value in logger.series("data/prose/weight")} == {1.0}
+
+    def test_a_loader_without_its_datamodule_is_refused(self) -> None:
+        datamodule = data(bandit())
+        datamodule.prepare_data()
+        datamodule.setup()
+        with pytest.raises(UserError, match=r"Ucb1 has heard of none of \d+ updates; give the datamodule"):
+            build_trainer(max_steps=40).fit(module(), datamodule.train_dataloader())
+
+    def test_batches_that_name_no_source(self) -> None:
+        """In validation they count for the whole alone, as does a source that nobody named."""
+        model = module()
+        model.evaluation = type(model.evaluation)(4)
+        batch = {
+            "input_ids": torch.ones(2, 3, dtype=torch.int64),
+            "labels": torch.ones(2, 3, dtype=torch.int64),
+            "valid_mask": torch.ones(2, 3, dtype=torch.bool),
+        }
+        model.validation_step(batch, 0)
+        model.validation_step({**batch, "source_id": torch.tensor([-1, 1])}, 1)
+        model.validation_step({**batch, "source_id": torch.tensor([0, 7])}, 2)
+        assert model.evaluation.compute()["group_tokens"].tolist() == [3, 3, 0, 12]
+
     def test_without_sources_nothing_is_added(self) -> None:
         watcher = Watcher()
         watcher.on_train_batch_start = lambda *_: None  # type: ignore[method-assign]
@@ -240,6 +267,57 @@ class TestGuards:
         with pytest.warns(UserWarning, match="not finite"):
             train(datamodule, model, max_steps=20)
         assert datamodule._sampler.mixture.pulls == [10, 10, 10]
+
+    def test_a_guarded_update_shows_no_reward(self) -> None:
+        logger = RowLogger()
+        train(data(bandit()), module(max_norm=1e-3), logger=logger, max_steps=10)
+        assert not logger.series("data/prose/reward")
+        train(data(bandit(hard_clip=0.0)), module(max_norm=1e-3), logger=logger, max_steps=10)
+        assert logger.series("data/prose/reward")
+
+    def test_a_nan_stays_with_its_source(self) -> None:
+        """In an update that is skipped, and in validation: which source it was can be seen."""
+
+        class Poisoned(LanguageModule):
+            def loss_sum(self, micro_batch: dict[str, Any]) -> torch.Tensor:
+                return self.sequence_losses(micro_batch).sum()
+
+            def sequence_losses(self, micro_batch: dict[str, Any]) -> torch.Tensor:
+                losses = super().sequence_losses(micro_batch)
+                losses = torch.where(micro_batch["source_id"] == 1, float("nan"), losses)
+                tokens = (micro_batch["labels"] != -100).sum(1)
+                self.note_losses(micro_batch["source_id"], losses, tokens)
+                return losses
+
+        held = [
+            TextSource(name=f"{each.name}-held", kind="tokens", documents=each.documents, split="val")
+            for each in sources(5)
+        ]
+        shape = TransformerConfig(vocab_size=32, block_size=16, d_model=16, n_heads=2, n_layers=1)
+        model = Poisoned(shape, lr=1e-3, schedule="constant", on_nonfinite="skip")
+        logger = RowLogger()
+        with pytest.warns(UserWarning, match="not finite"):
+            _, watcher = train(
+                data(
+                    bandit(updates_per_epoch=2),
+                    sources=[held[0], *sources(), *held[1:]],
+                    sequences_per_update=30,
+                ),
+                model,
+                max_steps=2,
+                logger=logger,
+            )
+        losses = watcher.reports[0]["source_losses"]
+        assert [loss if loss is None else loss == loss for loss in losses] == [
+            None,
+            False,
+            True,
+            True,
+            None,
+            None,
+        ]
+        assert logger.series("val/prose-held/loss")[0][1] > 0
+        assert not logger.series("val/prose/loss")
 
     def test_repeated_text_is_measured_and_penalised(self) -> None:
         datamodule = data(bandit(repetition_penalty=2.0))

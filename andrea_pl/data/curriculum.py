@@ -65,8 +65,10 @@ class Curriculum:
         """Refuse values that cannot work."""
         if self.share_of not in ("sequences", "tokens"):
             raise UserError(f"curriculum.share_of must be sequences or tokens, got {self.share_of!r}")
-        if not self.phases or min(self.phases) < 1:
-            raise UserError(f"curriculum.phases must be lengths of at least 1 update, got {self.phases}")
+        if not self.phases or any(length < 1 or length != int(length) for length in self.phases):
+            raise UserError(
+                f"curriculum.phases must be whole lengths of at least 1 update, got {self.phases}"
+            )
         counts = {"warmup_updates": self.warmup_updates, "reward_lag": self.reward_lag}
         for name, value in counts.items():
             if value < 0:
@@ -105,7 +107,9 @@ class Pool:
     @property
     def supply(self) -> float:
         """Sequences that may be drawn in a run."""
-        return math.inf if math.isinf(self.max_epochs) else math.floor(self.max_epochs * self.count)
+        if math.isinf(self.max_epochs):
+            return math.inf
+        return math.floor(self.max_epochs * self.count + 1e-9)  # 0.29 of 100 are 29
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,7 +123,9 @@ class Plan:
     phase_start: int = 0
     phase_end: int = 0
     weights: list[float]
-    """Of the phase, by source."""
+    """Of the phase, by source; 0 for one that ran out within it."""
+    known: dict[str, Any] = field(default_factory=dict[str, Any])
+    """State of the mixture that the phase was decided from."""
     drawn: list[int]
     """Sequences drawn so far, by source: the source's epoch and the place in it follow from it."""
 
@@ -129,7 +135,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields, lists copied."""
-        names = ("window", "phase", "phase_start", "phase_end", "weights", "drawn")
+        names = ("window", "phase", "phase_start", "phase_end", "weights", "known", "drawn")
         return {name: deepcopy(getattr(self, name)) for name in names}
 
 
@@ -179,6 +185,8 @@ class CurriculumSampler:
         self.seed = seed
         self.repeat = repeat
         self.mixture = deepcopy(curriculum.mixture) or Fixed()
+        self._options = plain_options(self.mixture)
+        _refuse_unfinished(self.mixture)
         self.rewards: dict[int, float] = {}
         """The last reward of each source that got one."""
         self._next_update = next_update or (lambda: self._delivered.window)
@@ -205,7 +213,7 @@ class CurriculumSampler:
         self._deliveries: OrderedDict[int, Delivery] = OrderedDict()
         self._orders: OrderedDict[tuple[int, int], Numbers] = OrderedDict()
         self._scratch = deepcopy(self.mixture)
-        self._weights_of(self._plan, self._allowed(self._plan))  # what cannot work is found now
+        self._weigh(self._allowed(self._plan), self._plan)  # what cannot work is found now
 
     @property
     def windows_per_epoch(self) -> int:
@@ -216,7 +224,7 @@ class CurriculumSampler:
     @property
     def learns(self) -> bool:
         """Whether the windows depend on losses."""
-        return self.mixture.learns and not self.repeat
+        return self.mixture.learns and not self.repeat and sum(pool.count > 0 for pool in self.pools) > 1
 
     def plan(self, epoch: int, start: int, stop: int) -> Iterator[Numbers]:
         """Yield the sequences of windows `start` to `stop` of an epoch, from where delivery stands.
@@ -275,27 +283,21 @@ class CurriculumSampler:
         finite = {arm: loss for arm, loss in losses.items() if math.isfinite(loss)}
         if teaches and finite:
             odds = self._chances(np.array(delivery.weights)) * self.sequences_per_update
-            chances = {arm: min(1.0, float(odds[arm])) for arm in finite}
+            chances = {arm: min(1.0, float(odds[arm])) or 1.0 for arm in finite}
             self.rewards = self.mixture.update(Observation(losses=finite, chances=chances))
         self._observed = delivery.window + 1
         self._states[self._observed] = deepcopy(self.mixture.state_dict())
 
     def settings(self) -> dict[str, Any]:
         """Return what the windows depend on, besides losses and the lengths of the sequences."""
-        mixture = self.mixture
-        options = {
-            name: value
-            for name, value in vars(mixture).items()
-            if isinstance(value, int | float | str | bool) and name not in mixture.state_dict()
-        }
         pools = [
             [pool.name, pool.count, pool.weight, pool.floor, str(pool.max_epochs), round(pool.repetition, 9)]
             for pool in self.pools
         ]
         names = ("share_of", "phases", "warmup_updates", "warmup_sources", "reward_lag", "hard_clip")
         return {
-            "mixture": type(mixture).__qualname__,
-            "options": options,
+            "mixture": type(self.mixture).__qualname__,
+            "options": self._options,
             "sources": pools,
             **{name: getattr(self.curriculum, name) for name in (*names, "repetition_penalty")},
             "sequences_per_update": self.sequences_per_update,
@@ -328,15 +330,13 @@ class CurriculumSampler:
         plan = self._plan
         if plan.window == plan.phase_end:
             self._start_phase(plan)
+        plan.weights = self._still_possible(plan).tolist()
         random = self._generator("draw", plan.window)
         missing = self.sequences_per_update
         chosen: list[Numbers] = []
-        weights = np.array(plan.weights)
         while missing:
-            allowed = np.array(self._allowed(plan))
-            if not (weights * allowed).any():  # all that had a weight ran out within the phase
-                weights = self._weights_of(plan, allowed.tolist())
-            counts = spread(self._chances(weights * allowed), missing, float(random.random()))
+            weights = self._still_possible(plan)
+            counts = spread(self._chances(weights), missing, float(random.random()))
             for source, count in enumerate(counts):
                 count = int(min(count, self.pools[source].supply - plan.drawn[source]))
                 chosen.append(self._take(source, plan.drawn[source], count))
@@ -354,10 +354,35 @@ class CurriculumSampler:
         if plan.window < warmup:
             length = min(length, warmup - plan.window)
         plan.phase_end = plan.window + length
-        plan.weights = self._weights_of(plan, self._allowed(plan)).tolist()
+        plan.known = self._knowledge(plan.window)
+        plan.weights = self._weigh(self._allowed(plan), plan).tolist()
 
-    def _weights_of(self, plan: Plan, allowed: list[bool]) -> Weights:
-        """Return weights by what the mixture knew `reward_lag` updates before the plan's phase."""
+    def _knowledge(self, window: int) -> dict[str, Any]:
+        """Return what the mixture knew `reward_lag` updates before a window."""
+        if not self.learns:
+            return {}
+        wanted = max(0, window - self.curriculum.reward_lag)
+        if wanted > self._observed and self._settle is not None:
+            self._settle()
+        if wanted > 1 and not self._observed:
+            raise UserError(
+                f"the mixture {type(self.mixture).__name__} has heard of none of {window} updates; give the "
+                "datamodule to Trainer.fit (datamodule=…) and not its loader alone"
+            )
+        # a window that became no update left nothing to know
+        return deepcopy(self._states[min(wanted, self._observed)])
+
+    def _still_possible(self, plan: Plan) -> Weights:
+        """Return the phase's weights without the sources that ran out within it; the others share theirs."""
+        allowed = self._allowed(plan)
+        weights = np.array(plan.weights)
+        if not weights[~np.array(allowed)].any():
+            return weights
+        weights *= allowed
+        return weights / weights.sum() if weights.any() else self._weigh(allowed, plan)
+
+    def _weigh(self, allowed: list[bool], plan: Plan) -> Weights:
+        """Return weights of the sources that may be drawn, by what was known when the phase started."""
         if not any(allowed):
             is_warmup = plan.window < self.curriculum.warmup_updates
             which = "every source of the warm-up" if is_warmup else "every source"
@@ -365,14 +390,21 @@ class CurriculumSampler:
                 f"update {plan.window + 1}: {which} has reached its max_epochs; raise it, leave it out for "
                 "one source, or end the run before"
             )
-        if not self.learns:
-            return self._scratch.weights(allowed)
-        known = max(0, plan.phase_start - self.curriculum.reward_lag)
-        if known > self._observed and self._settle is not None:
-            self._settle()
-        # a window that became no update left nothing to know
-        self._scratch.load_state_dict(deepcopy(self._states[min(known, self._observed)]))
-        return self._scratch.weights(allowed)
+        if plan.known:
+            self._scratch.load_state_dict(deepcopy(plan.known))
+        weights = np.asarray(self._scratch.weights(allowed), dtype=np.float64)
+        name = type(self.mixture).__name__
+        if weights.shape != (len(self.pools),) or not np.isfinite(weights).all() or (weights < 0).any():
+            raise UserError(
+                f"{name}.weights gave {weights.tolist()}; it must give {len(self.pools)} numbers of at least "
+                "0, one a source"
+            )
+        if not weights.any() or weights[~np.array(allowed)].any():
+            raise UserError(
+                f"{name}.weights gave {weights.tolist()} where {allowed} may be drawn; give these something "
+                "and the others 0"
+            )
+        return weights / weights.sum()
 
     def _allowed(self, plan: Plan) -> list[bool]:
         """Return which sources may be drawn for the plan's next window."""
@@ -436,7 +468,31 @@ def spread(chances: Weights, count: int, start: float) -> list[int]:
         count: Draws.
         start: Uniform in [0, 1).
     """
-    bounds = np.floor(np.cumsum(chances) / chances.sum() * count + start).astype(np.int64)
+    bounds = np.floor(np.cumsum(chances) / chances.sum() * count + start).clip(max=count).astype(np.int64)
     last = int(np.flatnonzero(chances)[-1])
     bounds[last:] = count
     return cast("list[int]", np.diff(bounds, prepend=0).tolist())
+
+
+def plain_options(mixture: Mixture) -> dict[str, Any]:
+    """Return the options of a mixture that was not started yet, as far as they are plain values."""
+
+    def plain(value: Any) -> bool:
+        if isinstance(value, list | tuple):
+            return all(plain(each) for each in cast("list[Any]", value))
+        if isinstance(value, dict):
+            return all(plain(each) for each in cast("dict[Any, Any]", value).values())
+        return value is None or isinstance(value, int | float | str | bool)
+
+    return {name: deepcopy(value) for name, value in vars(mixture).items() if plain(value)}
+
+
+def _refuse_unfinished(mixture: Mixture) -> None:
+    kind = type(mixture)
+    needed = ["weights", *(("update", "state_dict", "load_state_dict") if mixture.learns else ())]
+    lacking = [name for name in needed if getattr(kind, name) is getattr(Mixture, name)]
+    if lacking:
+        raise UserError(
+            f"the mixture {kind.__name__} must define {', '.join(lacking)}, as every one that "
+            f"{'learns' if mixture.learns else 'is drawn from'} does"
+        )

@@ -116,7 +116,8 @@ class TextWindowLoader:
         if state["windows_per_epoch"] != len(self):
             raise UserError(
                 f"the checkpoint's epoch has {state['windows_per_epoch']} windows, this run's has "
-                f"{len(self)}: text, block_size or sequences_per_update changed; put them back, or start "
+                f"{len(self)}: text, block_size, sequences_per_update or data.curriculum.updates_per_epoch "
+                "changed; put them back, or start "
                 "from the weights alone with --init_from"
             )
         if state["order"] != self._order():
@@ -129,7 +130,7 @@ class TextWindowLoader:
                 "changed; put them back, or start from the weights alone with --init_from"
             )
         self._cursor.load_state_dict(state)
-        self.window_sampler.load_state_dict(state["sampler"])
+        self.window_sampler.load_state_dict(state.get("sampler", {}))
 
     def _order(self) -> dict[str, Any]:
         """Return what decides which sequence comes when."""

@@ -61,7 +61,7 @@ class Mixture:
         self.arms = tuple(arms)
 
     def weights(self, allowed: Sequence[bool] | None = None) -> Weights:
-        """Return (K,) weights that sum to 1.
+        """Return (K,) weights of at least 0, which are then made to sum to 1.
 
         Args:
             allowed: Which arms may be drawn; the others get 0. All when left out.
@@ -255,9 +255,9 @@ class Ucb1(Mixture):
 class Exp3(Mixture):
     """Exp3 (Auer et al., 2002) as online data mixing has it (Albalak et al., 2023).
 
-    With K arms, at the t-th update, e(t) = min(1/K, sqrt(ln K / (K t))) and R the rewards so far:
-    weight = (1 - K e(t)) * softmax(e(t) R) + e(t). Online data mixing's reward is the loss itself, what is
-    still to be learnt; `progress` is how far the loss is under its moving average, as for `Ucb1`.
+    With K arms, before the t-th update, e(t) = min(1/K, sqrt(ln K / (K t))) and R the rewards so far:
+    weight = (1 - K e(t)) * softmax(e(t - 1) R) + e(t). Online data mixing's reward is the loss itself, what
+    is still to be learnt; `progress` is how far the loss is under its moving average, as for `Ucb1`.
 
     Two things differ from that paper, since an update here shows many sources: a reward is divided by the
     probability that its source was to appear in the update, which is 1 for most, and not by its weight; and
@@ -326,9 +326,12 @@ class Exp3(Mixture):
         count = int(mask.sum())
         if not count:
             return self._normalise(np.zeros(len(self.arms)), allowed)
-        explored = min(1 / count, math.sqrt(math.log(count) / (count * (self.updates + 1))))
-        logits = explored * np.array(self.estimates)
-        softmax = np.exp(logits - logits[mask].max()) * mask
+        rate, explored = (
+            min(1 / count, math.sqrt(math.log(count) / (count * update)))
+            for update in (max(self.updates, 1), self.updates + 1)
+        )
+        logits = np.where(mask, rate * np.array(self.estimates), -math.inf)
+        softmax = np.exp(logits - logits.max())
         return self._normalise(((1 - count * explored) * softmax / softmax.sum() + explored) * mask, allowed)
 
     def state_dict(self) -> dict[str, Any]:

@@ -213,8 +213,7 @@ class TextDataModule(pl.LightningDataModule):
                 "note_losses, or take Fixed or Proportional"
             )
         known = {source: loss for source, loss in enumerate(losses or ()) if loss is not None}
-        clipped_to = float(report.get("clip_coefficient", 1.0))
-        is_calm = clipped_to >= sampler.curriculum.hard_clip
+        is_calm = float(report.get("clip_coefficient", 1.0)) >= sampler.curriculum.hard_clip
         sampler.observe(report["update"], known, teaches=report["outcome"] == "applied" and is_calm)
 
     def source_figures(self, update: int) -> Mapping[str, Any]:
@@ -227,7 +226,6 @@ class TextDataModule(pl.LightningDataModule):
         return {
             "phase": delivery.phase,
             "phase_length": delivery.phase_length,
-            "is_phase_start": delivery.window == delivery.phase_start,
             "weight": dict(zip(names, delivery.weights, strict=True)),
             "epochs": dict(zip(names, delivery.epochs, strict=True)),
             "reward": {names[source]: reward for source, reward in sampler.rewards.items()},
@@ -484,15 +482,15 @@ def _check_curriculum(
     if mixture.learns and ahead > curriculum.reward_lag:
         raise UserError(
             f"{num_workers} workers, each {prefetch_factor} windows ahead, ask for windows {ahead} updates "
-            f"before they are trained on, and data.curriculum.reward_lag is {curriculum.reward_lag}: raise it to "
-            f"{ahead}, or lower data.num_workers or data.prefetch_factor"
+            f"before they are trained on, and data.curriculum.reward_lag is {curriculum.reward_lag}: raise "
+            f"it to {ahead}, or lower data.num_workers or data.prefetch_factor"
         )
 
 
 def _refuse_too_little_text(sampler: CurriculumSampler, trainer: pl.Trainer | None) -> None:
     """Refuse a run that is longer than all sources' `max_epochs` allow."""
     supply = sum(pool.supply for pool in sampler.pools)
-    if trainer is None or math.isinf(supply):
+    if trainer is None or math.isinf(supply) or sampler.repeat:
         return
     limits = [trainer.max_steps] if trainer.max_steps > 0 else []
     if trainer.max_epochs is not None and trainer.max_epochs > 0:

@@ -165,8 +165,8 @@ class MixesSources(Protocol):
     def source_figures(self, update: int) -> Mapping[str, Any]:
         """Return what is known of an update that was just reported; nothing where sources are not mixed.
 
-        Keys: `phase` int, from 1; `phase_length` in updates; `is_phase_start` bool; and by name of the source
-        `weight`, `epochs` gone through so far, and `reward`, where the update gave one.
+        Keys: `phase` int, from 1; `phase_length` in updates; and by name of the source `weight`, `epochs`
+        gone through so far, and `reward`, where the update gave one.
         """
         ...
 

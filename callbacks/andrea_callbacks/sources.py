@@ -41,6 +41,7 @@ class SourceMonitor(ReportCallback):
         self._tokens: dict[str, int] = {}
         self._loss_sums: dict[str, float] = {}
         self._mixed: Mapping[str, Any] = {}
+        self._phase = 0
 
     @override
     def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
@@ -70,7 +71,8 @@ class SourceMonitor(ReportCallback):
         for figure in ("weight", "epochs", "reward"):
             figures |= {f"data/{name}/{figure}": value for name, value in mixed[figure].items()}
         self.record(trainer, update, figures)
-        if mixed["is_phase_start"]:
+        if mixed["phase"] != self._phase:
+            self._phase = mixed["phase"]
             details = {"phase": mixed["phase"], "length": mixed["phase_length"], "weights": mixed["weight"]}
             shares = ", ".join(f"{name} {weight:.3f}" for name, weight in mixed["weight"].items())
             message = f"phase {mixed['phase']}, {mixed['phase_length']} updates: {shares}"
@@ -98,10 +100,12 @@ class SourceMonitor(ReportCallback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of the unfinished epoch."""
-        return {"tokens": dict(self._tokens), "loss_sums": dict(self._loss_sums)}
+        """Return the sums of the unfinished epoch, and the phase that was last published."""
+        sums = {"tokens": dict(self._tokens), "loss_sums": dict(self._loss_sums)}
+        return {**sums, "phase": self._phase}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the unfinished epoch."""
         self._tokens, self._loss_sums = dict(state_dict["tokens"]), dict(state_dict["loss_sums"])
+        self._phase = state_dict["phase"]

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,11 @@ class TestDeterminism:
     def test_rewards_and_seed_matter(self, straight: list[list[int]]) -> None:
         assert run(build_loader(seed=4), WINDOWS) != straight
         loader = build_loader()
-        silent = [documents(window) for _ in range(5) for window in loader]
-        assert silent[:WINDOWS] != straight
+        seen = []
+        for window in (window for _ in range(5) for window in loader):
+            seen.append(documents(window))
+            loader.window_sampler.observe(len(seen), dict.fromkeys(range(3), 5.0))
+        assert seen[:WINDOWS] != straight
 
     def test_the_recording_moves_weights(self, straight: list[list[int]]) -> None:
         loader = build_loader()
@@ -207,6 +211,7 @@ class TestWeights:
         for numbers in sampler.plan(0, 0, windows):
             sampler.deliver()
             drawn.append(numbers)
+            sampler.observe(len(drawn), {})
             weights.append(sampler.delivery(len(drawn)).weights)
         return drawn, weights
 
@@ -215,13 +220,7 @@ class TestWeights:
         """Over 2,000 windows within 3 standard errors of the weight."""
         _, lengths, pools = data_set()
         given_weights = {"prose": 0.5, "lists": 0.2, "answers": 0.3}
-        pools = [
-            Pool(
-                **{name: getattr(pool, name) for name in ("name", "first", "count", "tokens")},
-                weight=given_weights[pool.name],
-            )
-            for pool in pools
-        ]
+        pools = [replace(pool, weight=given_weights[pool.name]) for pool in pools]
         drawn, weights = self.draw(Curriculum(share_of=share_of), pools, 2000)
         assert set(weights) == {(0.5, 0.2, 0.3)}
         starts = [pool.first for pool in pools]
@@ -393,17 +392,124 @@ class TestRewards:
                 sampler.observe(update, {0: 5.0 - number / 10})
         assert sampler.mixture.pulls[0] == update
 
+    @pytest.mark.parametrize("lag", [0, 7])
+    def test_a_source_that_runs_out_within_a_phase(self, lag: int) -> None:
+        """After the warm-up the untried arm takes everything and runs out: the rest goes on, also resumed."""
+
+        def build() -> CurriculumSampler:
+            pools = [
+                replace(pool, max_epochs=1 if pool.name == "lists" else math.inf)
+                for pool in data_set()[2][:2]
+            ]
+            curriculum = Curriculum(
+                mixture=Ucb1(), warmup_updates=10, warmup_sources=["prose"], phases=[42], reward_lag=lag
+            )
+            return CurriculumSampler(pools, curriculum, 8)
+
+        def run_on(sampler: CurriculumSampler, first: int, last: int) -> tuple[list[Any], list[Any]]:
+            numbers, weights = [], []
+            for update, each in enumerate(sampler.plan(0, first, last), start=first + 1):
+                sampler.deliver()
+                weights.append(sampler.delivery(update).weights)
+                sampler.observe(update, {0: 5.0 - update / 100})
+                numbers.append(each.tolist())
+            return numbers, weights
+
+        numbers, weights = run_on(build(), 0, 40)
+        assert weights[10] == (0.0, 1.0)
+        assert weights[39] == (1.0, 0.0), "what ran out has no weight any more"
+        for cut in (12, 16, 17, 30):
+            first = build()
+            run_on(first, 0, cut)
+            second = build()
+            second.load_state_dict(first.state_dict())
+            assert run_on(second, cut, 40)[0] == numbers[cut:]
+
+    def test_what_a_mixture_is_told(self) -> None:
+        """Finite losses alone, and how likely each source was to appear."""
+        told: list[Any] = []
+
+        class Listening(Ucb1):
+            def update(self, observation: Any) -> dict[int, float]:
+                told.append(observation)
+                return super().update(observation)
+
+        pools = [replace(pool, floor=floor) for pool, floor in zip(data_set()[2], (0, 0, 0), strict=True)]
+        sampler = CurriculumSampler(pools, Curriculum(mixture=Listening()), 2)
+        next(sampler.plan(0, 0, 5))
+        sampler.deliver()
+        sampler.observe(1, {0: 4.0, 1: math.nan, 2: math.inf})
+        assert told[0].losses == {0: 4.0}
+        assert told[0].chances == {0: pytest.approx(2 / 3)}
+        wide = CurriculumSampler(pools, Curriculum(mixture=Listening()), 8)
+        next(wide.plan(0, 0, 5))
+        wide.deliver()
+        wide.observe(1, {0: 4.0, 1: 3.0})
+        assert told[1].chances == {0: 1.0, 1: 1.0}
+        assert sampler.rewards == {0: 0.0}
+        sampler.observe(9, {0: 4.0})
+        assert sampler.rewards == {}, "nothing is known of an update that nobody delivered"
+
+    def test_a_mixture_that_hears_nothing(self) -> None:
+        sampler = CurriculumSampler(data_set()[2], Curriculum(mixture=Ucb1(), phases=[10]), 8)
+        with pytest.raises(UserError, match=r"Ucb1 has heard of none of 10 updates; give the datamodule"):
+            [sampler.deliver() for _ in sampler.plan(0, 0, 30)]
+
+    @pytest.mark.parametrize(
+        ("weights", "message"),
+        [
+            ([math.nan, 1, 1], "it must give 3 numbers of at least 0"),
+            ([1.5, -0.5, 0], "it must give 3 numbers of at least 0"),
+            ([1.0], "it must give 3 numbers of at least 0"),
+            ([0, 0, 0], "give these something"),
+        ],
+    )
+    def test_weights_of_a_user_s_own_are_checked(self, weights: list[float], message: str) -> None:
+        class Own(Mixture):
+            def weights(self, allowed: Any = None) -> Any:
+                return np.array(weights)
+
+        with pytest.raises(UserError, match=f"Own.weights gave .*{message}"):
+            CurriculumSampler(data_set()[2], Curriculum(mixture=Own()), 8)
+
+    def test_an_unfinished_mixture(self) -> None:
+        class Half(Ucb1):
+            state_dict = Mixture.state_dict
+
+        with pytest.raises(
+            UserError, match="the mixture Half must define state_dict, as every one that learns"
+        ):
+            CurriculumSampler(data_set()[2], Curriculum(mixture=Half()), 8)
+        with pytest.raises(UserError, match="the mixture Mixture must define weights"):
+            CurriculumSampler(data_set()[2], Curriculum(mixture=Mixture()), 8)
+
+    def test_options_of_any_plain_kind_are_compared(self) -> None:
+        class Own(Fixed):
+            def __init__(self, shares: list[float]) -> None:
+                self.shares = shares
+                self.calls = 0
+
+            def weights(self, allowed: Any = None) -> Any:
+                self.calls += 1
+                return self._normalise(self.shares, allowed)
+
+        def settings_of(shares: list[float]) -> dict[str, Any]:
+            return CurriculumSampler(data_set()[2], Curriculum(mixture=Own(shares)), 8).settings()
+
+        assert settings_of([1, 2, 3]) == settings_of([1, 2, 3]) != settings_of([3, 2, 1])
+
     def test_overfitting_repeats_the_first_epoch(self) -> None:
-        sampler = CurriculumSampler(data_set()[2], Curriculum(mixture=Ucb1(), phases=[2]), 8, repeat=True)
+        pools = [replace(pool, max_epochs=1) for pool in data_set()[2]]
+        sampler = CurriculumSampler(pools, Curriculum(mixture=Ucb1(), phases=[2]), 8, repeat=True)
         epochs = []
-        for epoch in range(3):
+        for epoch in range(12):
             numbers = []
             for each in sampler.plan(epoch, 0, 9):
                 sampler.deliver()
                 sampler.observe(len(numbers) + 1, {0: 5.0, 1: 3.0 - len(numbers), 2: 1.0})
                 numbers.append(each.tolist())
             epochs.append(numbers)
-        assert epochs[0] == epochs[1] == epochs[2]
+        assert all(epoch == epochs[0] for epoch in epochs)
 
 
 def module(curriculum: Curriculum | None = None, **options: Any) -> TextDataModule:
@@ -426,8 +532,9 @@ class TestConfiguration:
         ("options", "message"),
         [
             ({"share_of": "words"}, "share_of must be sequences or tokens, got 'words'"),
-            ({"phases": []}, "phases must be lengths of at least 1 update"),
-            ({"phases": [7, 0]}, "phases must be lengths"),
+            ({"phases": []}, "phases must be whole lengths of at least 1 update"),
+            ({"phases": [7, 0]}, "phases must be whole lengths"),
+            ({"phases": [7.5]}, "phases must be whole lengths"),
             ({"reward_lag": -1}, "reward_lag must be at least 0, got -1"),
             ({"updates_per_epoch": 0}, "updates_per_epoch must be at least 1"),
             ({"hard_clip": 2}, "hard_clip must lie from 0 to 1"),
@@ -485,8 +592,9 @@ class TestConfiguration:
                 UserError, match=f"max_epochs allow 5 updates, and the run has {updates}; raise"
             ):
                 data.train_dataloader()
-        data.trainer = build_trainer(max_steps=5)
-        data.train_dataloader()
+        for options in ({"max_steps": 5}, {"max_steps": 60, "overfit_batches": 2}):
+            data.trainer = build_trainer(**options)
+            data.train_dataloader()
 
     @pytest.mark.parametrize(
         ("workers", "prefetch", "lag", "works"),

@@ -117,16 +117,25 @@ def test_the_penalty_is_a_factor_of_the_reward() -> None:
 def test_exp3_by_hand() -> None:
     """Two arms; losses 4 and 2 in the first update, both sure to appear.
 
-    t = 2: e = min(1/2, sqrt(ln 2 / (2 * 2))) = sqrt(0.173287) = 0.416277.
-    softmax of 0.416277 * (4, 2) = 1 / (1 + exp(-0.832555)) = 0.696898 and 0.303102.
-    (1 - 2 * 0.416277) * softmax + 0.416277 = 0.167445 * softmax + 0.416277 = 0.532970 and 0.467030.
+    e(1) = min(1/2, sqrt(ln 2 / 2)) = 1/2; e(2) = sqrt(ln 2 / (2 * 2)) = sqrt(0.173287) = 0.416277.
+    softmax of 1/2 * (4, 2) = 1 / (1 + exp(-1)) = 0.731059 and 0.268941.
+    (1 - 2 * 0.416277) * softmax + 0.416277 = 0.167445 * softmax + 0.416277 = 0.538690 and 0.461310.
     """
     mixture = started(Exp3(), 2)
     assert mixture.update(Observation(losses={0: 4.0, 1: 2.0})) == {0: 4.0, 1: 2.0}
-    assert mixture.weights().tolist() == pytest.approx([0.532970, 0.467030], abs=1e-6)
+    assert mixture.weights().tolist() == pytest.approx([0.538690, 0.461310], abs=1e-6)
     # seen with probability a half, a reward counts twice; what was there is kept to 99 %
     mixture.update(Observation(losses={1: 3.0}, chances={1: 0.5}))
     assert mixture.estimates == pytest.approx([0.99 * 4, 0.99 * 2 + 6])
+
+
+def test_exp3_of_huge_rewards() -> None:
+    """An arm that may not be drawn does not overflow the others."""
+    mixture = started(Exp3(reward_scale=1000.0))
+    for _ in range(200):
+        mixture.update(Observation(losses={0: 9.0, 1: 4.0, 2: 4.0}))
+    assert mixture.weights().tolist() == pytest.approx([1.0, 0.0, 0.0], abs=0.1)
+    assert mixture.weights([False, True, True]).tolist() == pytest.approx([0.0, 0.5, 0.5])
 
 
 Draw = Callable[[Any, np.random.Generator], int]
