@@ -13,14 +13,16 @@ the folder it writes `table.md` and the pictures
     clipped.svg     share of the updates whose norm was over the bound of 1, clipped or not
     validation.svg  loss of each source over label tokens, by recipe
     coherence.svg   coherence over updates
-    moments.svg     share of the first moment that a spike still is, over the updates since it, measured
+    moments.svg     share of the first moment that a spike still is, by the norms that entered it
+
+A spike is here an update whose norm is over 3 times the median of the 50 updates after it, and the largest of
+the 25 to either side.
 
 Losses are compared at equal label tokens: those of the run that saw fewest, between two validations linearly.
 """
 
 import argparse
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -28,7 +30,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -44,8 +47,13 @@ SETTLED = 100
 """Updates at the start that norms are not compared in: they fall for another reason."""
 AFTER_SWITCH = 3
 """Updates of a phase that count as around its switch."""
-FOLLOWED = 22
-"""Updates over which a spike is followed in the first moment; 0.9^22 is a tenth."""
+BETA1 = 0.9
+"""Decay of the first moment in both configurations."""
+SPIKE, AFTER, APART = 3.0, 50, 25
+"""Norm over the median of the updates after it from which on an update is a spike; how many these are; the
+updates to either side in which it is the largest."""
+FOLLOWED = 60
+"""Updates over which a spike is followed in the first moment."""
 GONE = 0.1
 """A spike is gone when it is less than this share of the first moment."""
 
@@ -152,8 +160,15 @@ class Run:
     validations: list[tuple[int, dict[str, float]]]
     """Update, and loss by source, with `all` for all text."""
     coherence: list[tuple[int, float]]
-    lives: list[list[float]] = field(default_factory=list[list[float]])
-    """Of every spike the share of the first moment that it is, update by update from its own."""
+    is_clipped: bool
+    shifts: list[float]
+    """How far weights moved at each switch, from 0 to 1 (total variation)."""
+
+    @property
+    def lives(self) -> list[list[float]]:
+        """Of every spike the share of the first moment that it is, update by update from its own."""
+        entered = [min(norm, BOUND) if self.is_clipped else norm for norm in self.norms]
+        return [follow(spike, entered) for spike in spikes_of(self.norms)]
 
     @property
     def settled_norms(self) -> tuple[list[float], list[float]]:
@@ -185,9 +200,6 @@ def read_run(job: Job) -> Run:
             metrics = row["metrics"]
             losses = {source: float(metrics[f"val/{source}/loss"]) for source in SOURCES}
             validations.append((row["update"], {**losses, "all": float(metrics["val/loss"])}))
-    curves = read_curves(job.log / "run", ("coherence/score", "moments/spike_in_first"))
-    in_first = dict(curves["moments/spike_in_first"])
-    spikes = sorted(row["update"] for row in rows if row["kind"] == "spike")
     return Run(
         recipe=job.recipe,
         seed=job.seed,
@@ -196,46 +208,56 @@ def read_run(job: Job) -> Run:
         tokens=np.cumsum([row["tokens"] for row in updates]).tolist(),
         shares=dict(zip(SOURCES, (totals / totals.sum()).tolist(), strict=True)),
         validations=validations,
-        coherence=curves["coherence/score"],
-        lives=[life for at in spikes if (life := follow(at, spikes, in_first))],
+        coherence=read_curve(job.log / "run", "coherence/score"),
+        shifts=[
+            sum(abs(after["weights"][name] - before["weights"][name]) for name in SOURCES) / 2
+            for before, after in pairwise(row for row in rows if row["kind"] == "phase")
+        ],
+        is_clipped=any(row["clip_coefficient"] < 1 for row in updates),
     )
 
 
-def follow(spike: int, spikes: Sequence[int], in_first: dict[int, float]) -> list[float]:
-    """Return what share of the first moment a spike is, until another comes."""
-    following = next((other for other in spikes if other > spike), math.inf)
-    life: list[float] = []
-    for update in range(spike, spike + FOLLOWED):
-        if update >= following or update not in in_first:
-            break
-        life.append(in_first[update])
+def spikes_of(norms: Sequence[float]) -> list[int]:
+    """Return the places of spikes, from 0."""
+    found: list[int] = []
+    for place, norm in enumerate(norms[:-AFTER]):
+        near = norms[max(0, place - APART) : place + APART + 1]
+        if norm > SPIKE * median(norms[place + 1 : place + 1 + AFTER]) and norm == max(near):
+            found.append(place)
+    return found
+
+
+def follow(spike: int, entered: Sequence[float]) -> list[float]:
+    """Return what share of Adam's first moment a spike is, by the norms that entered it.
+
+    An upper estimate of the moment's own norm: gradients count as if all had one direction.
+    """
+    moment = sum(norm * BETA1 ** (spike - place) for place, norm in enumerate(entered[: spike + 1]))
+    part = entered[spike]
+    life = [part / moment]
+    for norm in entered[spike + 1 : spike + FOLLOWED]:
+        moment, part = BETA1 * moment + norm, BETA1 * part
+        life.append(part / moment)
     return life
 
 
-def read_curves(folder: Path, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
-    """Return scalars that TensorBoard has."""
+def read_curve(folder: Path, name: str) -> list[tuple[int, float]]:
+    """Return a scalar that TensorBoard has."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    known = events.Tags()["scalars"]
-    return {
-        name: [(each.step, each.value) for each in events.Scalars(name)] if name in known else []
-        for name in names
-    }
+    return [(each.step, each.value) for each in events.Scalars(name)]
 
 
 def updates_until_gone(runs: Sequence[Run]) -> list[int]:
-    """Return for every spike that was followed far enough after how many updates it was gone."""
-    lengths: list[int] = []
-    for life in (life for run in runs for life in run.lives):
-        gone = next((age for age, share in enumerate(life) if share < GONE), None)
-        if gone is not None or len(life) == FOLLOWED:
-            lengths.append(FOLLOWED if gone is None else gone)
-    return lengths
+    """Return for every spike after how many updates it is less than `GONE` of the first moment."""
+    lives = (life for run in runs for life in run.lives)
+    return [next((age for age, share in enumerate(life) if share < GONE), len(life)) for life in lives]
 
 
 COLUMNS: dict[str, Callable[[list[Run], int], str]] = {
+    "weights moved at a switch": lambda runs, _: spread([mean(run.shifts) for run in runs], percent=True),
     "norm after a switch / inside": lambda runs, _: spread(
         [median(around) / median(inside) for around, inside in (run.settled_norms for run in runs)]
     ),
@@ -251,6 +273,9 @@ COLUMNS: dict[str, Callable[[list[Run], int], str]] = {
     },
     "tokens from lists": lambda runs, _: spread([run.shares["documentation"] for run in runs], percent=True),
     "coherence at the end": lambda runs, _: spread([run.coherence[-1][1] for run in runs], digits=0),
+    "first 100 updates, largest norm": lambda runs, _: spread(
+        [max(run.norms[:SETTLED]) for run in runs], digits=1
+    ),
     "spikes": lambda runs, _: spread([len(run.lives) for run in runs], digits=0),
     "share of the first moment": lambda runs, _: optional(
         [life[0] for run in runs for life in run.lives], lambda values: f"{median(values):.0%}"

@@ -28,7 +28,8 @@ def run(**changes: Any) -> story.Run:
             (100, dict.fromkeys(("all", *story.SOURCES), 3.0)),
         ],
         "coherence": [(100, 60.0)],
-        "lives": [[0.5, 0.3, 0.09], [0.2] * story.FOLLOWED, [0.4, 0.3]],
+        "is_clipped": False,
+        "shifts": [0.1, 0.3],
     }
     return story.Run(**(fields | changes))
 
@@ -39,23 +40,32 @@ def test_figures_of_a_run() -> None:
     assert story.norms_of_age(run(), 0) == [2.0, 2.0, 2.0]
     assert run().loss_at("novels", 7500) == pytest.approx(3.5), "halfway between two validations"
     assert story.share_over(run()) == pytest.approx(0.3)
-    # gone after two updates; never within the time that it was followed; the third was overtaken by another
-    assert story.updates_until_gone([run()]) == [2, story.FOLLOWED]
 
 
-def test_a_spike_is_followed_until_the_next() -> None:
-    in_first = {update: 0.9 ** (update - 10) for update in range(10, 60)}
-    assert len(story.follow(10, [10, 15], in_first)) == 5
-    assert story.follow(10, [10], in_first)[:2] == [1.0, pytest.approx(0.9)]
-    assert len(story.follow(10, [10], in_first)) == story.FOLLOWED
-    assert story.follow(99, [99], in_first) == []
+def test_a_spike_lives_longer_without_the_clip() -> None:
+    """Norm 36 among ones: 36 / (36 + 0.9 / (1 - 0.9)) = 0.8 of the moment, under a tenth after 33 updates.
+
+    After k updates the spike is 36 * 0.9^k, and the others 10 - 0.9^k as if they had always been there: less
+    than a tenth from 0.9^k < 10 / (9 * 36 + 1), k = 33.05, on. Clipped to 1 it is one of ten.
+    """
+    norms = [1.0] * 300
+    norms[150] = 36.0
+    assert story.spikes_of(norms) == [150]
+    (free,), (clipped,) = (run(norms=norms, is_clipped=bound).lives for bound in (False, True))
+    assert free[0] == pytest.approx(36 / 45)
+    assert free[10] == pytest.approx(36 * 0.9**10 / (36 * 0.9**10 + 10 - 0.9**10))
+    assert clipped[0] == pytest.approx(0.1)
+    assert story.updates_until_gone([run(norms=norms)]) == [34]
+    assert story.updates_until_gone([run(norms=norms, is_clipped=True)])[0] <= 1
+    assert story.spikes_of([9.0, 8.0, *[1.0] * 100]) == [0], "the largest of a group alone"
 
 
 def test_table(tmp_path: Path) -> None:
     table = story.write_table([run(), run(seed=1, norms=[1.0] * 130)], tmp_path / "table.md")
     row = next(line for line in table.splitlines() if line.startswith("| v1 |")).split(" | ")
-    assert row[1] == "1.50 [1.00, 2.00]"
-    assert row[3] == "15% [0%, 30%]"
+    assert row[1] == "20%"
+    assert row[2] == "1.50 [1.00, 2.00]"
+    assert row[4] == "15% [0%, 30%]"
     assert "after 13,000 label tokens" in table
 
 
