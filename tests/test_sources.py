@@ -224,16 +224,15 @@ class TestLossesBySource:
 
     def test_on_an_accelerator_they_come_with_the_verdict(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The same run, bit for bit, as when the host waits; a lag of 0 waits at the start of a phase."""
-        for lag in (0, 1, 7):
+        for lag, workers in ((0, 0), (1, 0), (7, 2)):
             runs = []
             for late in (False, True):
                 monkeypatch.setattr(andrea_pl.update, "_judges_by_itself", lambda device, late=late: late)
                 model = module(
                     optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True)
                 )
-                _, watcher = train(
-                    data(bandit(reward_lag=lag)), model, strategy=ClipSingleDeviceStrategy(clipper="torch")
-                )
+                datamodule = data(bandit(reward_lag=lag), num_workers=workers, prefetch_factor=3)
+                _, watcher = train(datamodule, model, strategy=ClipSingleDeviceStrategy(clipper="torch"))
                 runs.append((watcher.documents, [each["source_losses"] for each in watcher.reports]))
             assert runs[0] == runs[1]
             assert len(runs[0][1]) == 40
@@ -361,6 +360,11 @@ class TestResume:
         assert watcher.documents == straight.documents
         _, again = train(datamodule, module(), max_steps=5)
         assert again.documents == straight.documents[:5]
+
+    def test_a_loader_that_is_made_anew_each_epoch(self) -> None:
+        _, straight = train(data(bandit()), module())
+        _, reloaded = train(data(bandit()), module(), reload_dataloaders_every_n_epochs=1)
+        assert reloaded.documents == straight.documents
 
     def test_workers_change_nothing(self) -> None:
         runs = [train(data(bandit(), num_workers=workers), module())[1].documents for workers in (0, 1, 2)]
