@@ -135,7 +135,12 @@ class TestDeterminism:
                 text=True,
                 check=False,
                 cwd=here,
-                env={**os.environ, "PYTHONHASHSEED": str(rank + 5), "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(sys.path),
+                    "PYTHONHASHSEED": str(rank + 5),
+                    "OMP_NUM_THREADS": "1",
+                },
             )
             assert done.returncode == 0, done.stderr
             shares.append(json.loads(done.stdout))
