@@ -80,8 +80,10 @@ def recorded_loss(update: int, source: int) -> float:
     return 5.0 - 0.004 * update + math.sin(update / (7.0 + 3 * source)) * (0.2 + 0.2 * source)
 
 
-def run(loader: TextWindowLoader, count: int, first: int = 1, stop_at: int | None = None) -> list[list[int]]:
-    """Take windows, reporting the recorded losses of the sources in each, as training would."""
+def run(
+    loader: TextWindowLoader, count: int, first: int = 1, keep: dict[int, Any] | None = None
+) -> list[list[int]]:
+    """Take windows, reporting the recorded losses as training would; keep states where there is a key."""
     seen: list[list[int]] = []
     update = first
     while len(seen) < count:
@@ -89,6 +91,8 @@ def run(loader: TextWindowLoader, count: int, first: int = 1, stop_at: int | Non
             seen.append(documents(window))
             losses = {source: recorded_loss(update, source) for source in range(3)}
             loader.window_sampler.observe(update, losses)
+            if keep is not None and update in keep:
+                keep[update] = loader.state_dict()
             update += 1
             if len(seen) == count:
                 break
@@ -125,16 +129,15 @@ class TestDeterminism:
 
     def test_two_ranks(self, straight: list[list[int]]) -> None:
         """Each rank in a process of its own: the same decisions, disjoint shares, together the window."""
-        shares = []
+        ranks: list[subprocess.Popen[str]] = []
         for rank in range(2):
             script = f"import test_curriculum as t; print(t.share_of_rank({rank}))"
-            here = Path(__file__).parent
-            done = subprocess.run(
+            started = subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-c", script],
-                capture_output=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 text=True,
-                check=False,
-                cwd=here,
+                cwd=Path(__file__).parent,
                 env={
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(sys.path),
@@ -142,8 +145,12 @@ class TestDeterminism:
                     "OMP_NUM_THREADS": "1",
                 },
             )
-            assert done.returncode == 0, done.stderr
-            shares.append(json.loads(done.stdout))
+            ranks.append(started)
+        shares: list[list[list[int]]] = []
+        for started in ranks:
+            said, complaint = started.communicate(timeout=240)
+            assert started.returncode == 0, complaint
+            shares.append(json.loads(said))
         for first, second, whole in zip(*shares, straight, strict=True):
             assert not set(first) & set(second)
             assert sorted(first + second) == sorted(whole)
@@ -153,32 +160,32 @@ class TestDeterminism:
         """Within a phase, at its start and at an epoch's end; and a resume of a resume."""
         cuts = sorted({PER_EPOCH, *np.random.default_rng(0).integers(1, WINDOWS - 60, 9).tolist()})
         assert len(cuts) == 10
+        states: dict[int, Any] = dict.fromkeys(cuts)
+        assert run(build_loader(workers=workers), WINDOWS, keep=states) == straight
         inside = 0
         for cut in cuts:
-            loader = build_loader(workers=workers)
-            assert run(loader, cut) == straight[:cut]
             resumed = build_loader(workers=workers)
-            resumed.load_state_dict(self.through_a_file(loader, tmp_path))
+            resumed.load_state_dict(self.through_a_file(states[cut], tmp_path))
             plan = resumed.window_sampler.state_dict()["plan"]
             inside += plan["phase_start"] < plan["window"] < plan["phase_end"]
             assert run(resumed, 25, first=cut + 1) == straight[cut : cut + 25]
             again = build_loader(workers=workers)
-            again.load_state_dict(self.through_a_file(resumed, tmp_path))
+            again.load_state_dict(self.through_a_file(resumed.state_dict(), tmp_path))
             assert run(again, 35, first=cut + 26) == straight[cut + 25 : cut + 60]
         assert inside >= 5, "most cuts are within a phase"
 
     def test_without_the_state_it_differs(self, straight: list[list[int]], tmp_path: Path) -> None:
         loader = build_loader()
         run(loader, 100)
-        state = self.through_a_file(loader, tmp_path)
+        state = self.through_a_file(loader.state_dict(), tmp_path)
         fresh = build_loader()
         state["sampler"] = fresh.window_sampler.state_dict()
         fresh.load_state_dict(state)
         assert run(fresh, 20, first=101) != straight[100:120]
 
     @staticmethod
-    def through_a_file(loader: TextWindowLoader, folder: Path) -> dict[str, Any]:
-        torch.save(loader.state_dict(), folder / "state.pt")
+    def through_a_file(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+        torch.save(state, folder / "state.pt")
         return torch.load(folder / "state.pt", weights_only=True)
 
     def test_a_limit_forgets_what_was_read_ahead(self) -> None:
