@@ -67,6 +67,16 @@ LIBRARY_REMEDY = "Add the import path to import_path_allowlist in set_parsing_se
 LIGHTNING_KEYWORDS = ("best", "last", "hpc", "registry")
 """What Lightning takes for a checkpoint besides a path."""
 
+REPLACED_WHOLE = {"data.sources": "[]", "data.curriculum.mixture": "null", "trainer.callbacks": "[]"}
+"""Keys whose later value has nothing of an earlier one, and what they are emptied by."""
+
+UNION_NOISE = re.compile(
+    r"^ *(?:- )?(?:Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|Expected a "
+    r"<class 'NoneType'>|Given value type: .*|Given value: (?:NestedArg|Namespace|\{).*)(?:\n|$)",
+    re.MULTILINE,
+)
+"""What the parser says around the fault of a value that may also be null."""
+
 EXIT_ERROR = 1
 
 
@@ -182,7 +192,7 @@ class CommandParser(LightningArgumentParser):
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Say how a module is trusted, where a configuration named another."""
-        message = re.sub(NO_CALLBACK, "", message)
+        message = UNION_NOISE.sub("", re.sub(NO_CALLBACK, "", message))
         remedy = f"{TRUST_FLAG} NAME allows it, on the command line, if you trust NAME"
         super().error(message.replace(LIBRARY_REMEDY, remedy), ex)
 
@@ -499,13 +509,49 @@ def _restrict(arguments: list[str]) -> list[str]:
         path = argument.partition("=")[2] if argument.startswith("--config=") else argument
         if (before in ("-c", "--config") or path != argument) and Path(path).is_file():
             _check_configuration(Path(path))
-    kept = _name_strategy_class(kept)
+    kept = _name_strategy_class(_replace_whole(kept))
     set_parsing_settings(config_read_mode_urls_enabled=False, config_read_mode_fsspec_enabled=False)
     try:
         set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=[*TRUSTED_IMPORTS, *trusted])
     except ValueError as error:
         raise UserError(f"{TRUST_FLAG}: {error}") from error
     return kept
+
+
+def _replace_whole(arguments: list[str]) -> list[str]:
+    """Have a later value replace an earlier one where the parser would mix both: lists item by item, say."""
+    replaced: list[str] = []
+    given: set[str] = set()
+    for place, argument in enumerate(arguments):
+        flag, _, value = argument.partition("=")
+        following = arguments[place + 1] if place + 1 < len(arguments) else ""
+        content: Any = _read_configuration(value or following) if flag in ("-c", "--config") else None
+        for key, nothing in REPLACED_WHOLE.items():
+            if flag == f"--{key}" or _has(content, key):
+                if key in given:
+                    replaced.append(f"--{key}={nothing}")
+                given.add(key)
+        replaced.append(argument)
+    return replaced
+
+
+def _has(content: Any, key: str) -> bool:
+    """Say whether nested mappings have a dotted key; options of a class alone, without its path, are none."""
+    for part in key.split("."):
+        if not isinstance(content, dict) or part not in content:
+            return False
+        content = cast("dict[str, Any]", content)[part]
+    return not isinstance(content, dict) or "class_path" in content
+
+
+def _read_configuration(path: str) -> Any:
+    """Return what a configuration file holds, nothing where the parser will find fault with it."""
+    if not Path(path).is_file():
+        return {}
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return {}
 
 
 def _name_strategy_class(arguments: list[str]) -> list[str]:
@@ -537,11 +583,8 @@ def _configured_strategy(arguments: list[str]) -> str | None:
     name: str | None = None
     for before, argument in pairwise(["", *arguments]):
         path = argument.partition("=")[2] if argument.startswith("--config=") else argument
-        if (before in ("-c", "--config") or path != argument) and Path(path).is_file():
-            try:
-                content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-            except yaml.YAMLError:
-                continue  # which the parser reports
+        if before in ("-c", "--config") or path != argument:
+            content = _read_configuration(path)
             trainer = cast("dict[str, Any]", content).get("trainer") if isinstance(content, dict) else None
             named = cast("dict[str, Any]", trainer).get("strategy") if isinstance(trainer, dict) else None
             name = named if isinstance(named, str) else name

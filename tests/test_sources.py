@@ -1,5 +1,6 @@
 """Several sources in training: losses told apart, rewards and their guards, resume, curves, validation."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -401,6 +402,20 @@ class TestSeen:
         assert [stairs[update] for update in starts] == [row["phase"] for row in phases]
         reported = [row for row in rows if row["kind"] == "update"]
         assert all(len(row["source_losses"]) == 3 for row in reported)
+
+    def test_a_source_that_runs_out_is_named(self, tmp_path: Path) -> None:
+        """Within a phase its weight goes to 0; the journal and the console say so, before that update."""
+        logger, journal = RowLogger(), RunJournal(path=str(tmp_path / "journal.jsonl"))
+        texts = sources()
+        texts[1] = replace(texts[1], max_epochs=1)
+        train(data(bandit(phases=[42]), sources=texts), module(), logger=logger, callbacks=[journal])
+        weights = dict(logger.series("data/lists/weight"))
+        gone = min(step for step, weight in weights.items() if not weight)
+        assert 5 < gone < 40
+        assert dict(logger.series("data/lists/epochs"))[gone] == 1.0
+        kinds = [(row["kind"], row["update"]) for row in read_journal(tmp_path / "journal.jsonl")]
+        assert kinds.index(("exhausted", gone)) == kinds.index(("update", gone)) - 1
+        assert kinds.index(("phase", 1)) < kinds.index(("update", 1))
 
     def test_console_summary(self, caplog: pytest.LogCaptureFixture) -> None:
         logger = RowLogger()

@@ -64,27 +64,29 @@ class Curriculum:
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
         if self.share_of not in ("sequences", "tokens"):
-            raise UserError(f"curriculum.share_of must be sequences or tokens, got {self.share_of!r}")
+            raise UserError(f"data.curriculum.share_of must be sequences or tokens, got {self.share_of!r}")
         if not self.phases or any(length < 1 or length != int(length) for length in self.phases):
             raise UserError(
-                f"curriculum.phases must be whole lengths of at least 1 update, got {self.phases}"
+                f"data.curriculum.phases must be whole lengths of at least 1 update, got {self.phases}"
             )
         counts = {"warmup_updates": self.warmup_updates, "reward_lag": self.reward_lag}
         for name, value in counts.items():
             if value < 0:
-                raise UserError(f"curriculum.{name} must be at least 0, got {value}")
+                raise UserError(f"data.curriculum.{name} must be at least 0, got {value}")
         if self.updates_per_epoch is not None and self.updates_per_epoch < 1:
-            raise UserError(f"curriculum.updates_per_epoch must be at least 1, got {self.updates_per_epoch}")
+            raise UserError(
+                f"data.curriculum.updates_per_epoch must be at least 1, got {self.updates_per_epoch}"
+            )
         if not 0 <= self.hard_clip <= 1:
-            raise UserError(f"curriculum.hard_clip must lie from 0 to 1, got {self.hard_clip}")
+            raise UserError(f"data.curriculum.hard_clip must lie from 0 to 1, got {self.hard_clip}")
         if not (self.repetition_penalty >= 0 and math.isfinite(self.repetition_penalty)):
             raise UserError(
-                f"curriculum.repetition_penalty must be at least 0, got {self.repetition_penalty}"
+                f"data.curriculum.repetition_penalty must be at least 0, got {self.repetition_penalty}"
             )
         if bool(self.warmup_updates) != bool(self.warmup_sources):
             raise UserError(
-                "curriculum.warmup_updates and curriculum.warmup_sources go together: give the number of "
-                f"updates and the names of sources, or neither; got {self.warmup_updates} and "
+                "data.curriculum.warmup_updates and data.curriculum.warmup_sources go together: give a "
+                f"number of updates and names of sources, or neither; got {self.warmup_updates} and "
                 f"{self.warmup_sources}"
             )
 
@@ -290,15 +292,19 @@ class CurriculumSampler:
 
     def settings(self) -> dict[str, Any]:
         """Return what the windows depend on, besides losses and the lengths of the sequences."""
-        pools = [
-            [pool.name, pool.count, pool.weight, pool.floor, str(pool.max_epochs), round(pool.repetition, 9)]
+        learnt = self.mixture.state_dict()
+        options = {f"mixture.{key}": value for key, value in self._options.items() if key not in learnt}
+        sources = {
+            f"{pool.name}.{key}": str(value) if key == "max_epochs" else value
             for pool in self.pools
-        ]
+            for key in ("count", "weight", "floor", "max_epochs", "repetition")
+            for value in [getattr(pool, key)]
+        }
         names = ("share_of", "phases", "warmup_updates", "warmup_sources", "reward_lag", "hard_clip")
         return {
             "mixture": type(self.mixture).__qualname__,
-            "options": self._options,
-            "sources": pools,
+            **options,
+            **sources,
             **{name: getattr(self.curriculum, name) for name in (*names, "repetition_penalty")},
             "sequences_per_update": self.sequences_per_update,
             "seed": self.seed,
@@ -452,7 +458,7 @@ class CurriculumSampler:
         for name in self.curriculum.warmup_sources:
             if name not in names:
                 raise UserError(
-                    f"curriculum.warmup_sources names {name!r}, and the sources with training text are "
+                    f"data.curriculum.warmup_sources names {name!r}, and the sources with training text are "
                     f"{', '.join(names)}"
                 )
         return [pool.name in self.curriculum.warmup_sources for pool in self.pools]
@@ -489,6 +495,10 @@ def plain_options(mixture: Mixture) -> dict[str, Any]:
 
 def _refuse_unfinished(mixture: Mixture) -> None:
     kind = type(mixture)
+    if kind.update is not Mixture.update and not mixture.learns:
+        raise UserError(
+            f"the mixture {kind.__name__} defines update, which is called where learns is True alone: set it"
+        )
     needed = ["weights", *(("update", "state_dict", "load_state_dict") if mixture.learns else ())]
     lacking = [name for name in needed if getattr(kind, name) is getattr(Mixture, name)]
     if lacking:

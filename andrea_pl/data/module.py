@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset
 from typing_extensions import override
@@ -338,11 +338,11 @@ class TextDataModule(pl.LightningDataModule):
             next_update=None if trainer is None else lambda: trainer.global_step + 1,
             settle=None if trainer is None else lambda: settle(trainer.lightning_module),
         )
-        _refuse_too_little_text(sampler, trainer)
+        _compare_with_run(sampler, trainer)
         if before is not None and trainer is not None and trainer.global_step:
             sampler.load_state_dict(before.state_dict())
         texts = ", ".join(
-            f"{pool.name} ({pool.count:,} sequences, {pool.repetition:.0%} repeated)"
+            f"{pool.name} ({pool.count:,} sequences, repetition {pool.repetition:.2f})"
             for pool in sampler.pools
         )
         rank_zero_info(
@@ -469,14 +469,14 @@ def _check_curriculum(
         if name not in names:
             known = ", ".join(names)
             raise UserError(
-                f"curriculum.warmup_sources names {name!r}, and the sources are {known}; name these"
+                f"data.curriculum.warmup_sources names {name!r}, and the sources are {known}; name these"
             )
     mixture = Fixed() if curriculum.mixture is None else curriculum.mixture
     for source in sources:
         if source.weight is not None and not mixture.uses_weights:
             raise UserError(
                 f"source {source.name!r} has a weight, which {type(mixture).__name__} does not use: give it "
-                "a floor instead, or leave curriculum.mixture out for fixed weights"
+                "a floor instead, or leave data.curriculum.mixture out for fixed weights"
             )
     ahead = num_workers * prefetch_factor + 1 if num_workers else 0
     if mixture.learns and ahead > curriculum.reward_lag:
@@ -487,10 +487,9 @@ def _check_curriculum(
         )
 
 
-def _refuse_too_little_text(sampler: CurriculumSampler, trainer: pl.Trainer | None) -> None:
-    """Refuse a run that is longer than all sources' `max_epochs` allow."""
-    supply = sum(pool.supply for pool in sampler.pools)
-    if trainer is None or math.isinf(supply) or sampler.repeat:
+def _compare_with_run(sampler: CurriculumSampler, trainer: pl.Trainer | None) -> None:
+    """Refuse a run that is longer than all sources' `max_epochs` allow; name one that is all warm-up."""
+    if trainer is None or sampler.repeat:
         return
     limits = [trainer.max_steps] if trainer.max_steps > 0 else []
     if trainer.max_epochs is not None and trainer.max_epochs > 0:
@@ -499,10 +498,17 @@ def _refuse_too_little_text(sampler: CurriculumSampler, trainer: pl.Trainer | No
         limits.append(
             trainer.max_epochs * (int(limit * windows) if isinstance(limit, float) else min(limit, windows))
         )
-    updates = int(supply // sampler.sequences_per_update)
+    warmup = sampler.curriculum.warmup_updates
+    if limits and warmup >= min(limits):
+        rank_zero_warn(
+            f"data.curriculum.warmup_updates={warmup} is as long as the run of {min(limits):,} updates: "
+            f"sources other than {', '.join(sampler.curriculum.warmup_sources)} are never drawn"
+        )
+    supply = sum(pool.supply for pool in sampler.pools)
+    updates = supply // sampler.sequences_per_update
     if limits and min(limits) > updates:
         raise UserError(
-            f"the sources' max_epochs allow {updates:,} updates, and the run has {min(limits):,}; raise "
+            f"the sources' max_epochs allow {updates:,.0f} updates, and the run has {min(limits):,}; raise "
             "max_epochs, leave it out for one source, or shorten the run"
         )
 

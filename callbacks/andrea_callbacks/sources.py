@@ -16,8 +16,9 @@ class SourceMonitor(ReportCallback):
     """Follows every source of text, where a module reports losses by source and a datamodule names sources.
 
     What a mixture does is recorded too, where the datamodule mixes sources (`MixesSources`): each start of a
-    phase is an event of kind `phase`, with its length and weights, which the journal keeps. At the end of an
-    epoch one line a source goes to the console; sums are continued when a run is resumed within an epoch.
+    phase is an event of kind `phase`, with its length and weights, which the journal keeps; a source that may
+    be drawn no more, within a phase, one of kind `exhausted`. At the end of an epoch one line a source goes
+    to the console; sums are continued when a run is resumed within an epoch.
 
     Args:
         name: Tells instances in the same trainer apart.
@@ -40,8 +41,10 @@ class SourceMonitor(ReportCallback):
         """Forget an earlier fit."""
         self._tokens: dict[str, int] = {}
         self._loss_sums: dict[str, float] = {}
+        self._names: list[str] = []
         self._mixed: Mapping[str, Any] = {}
         self._phase = 0
+        self._weights: dict[str, float] = {}
 
     @override
     def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
@@ -50,6 +53,7 @@ class SourceMonitor(ReportCallback):
         names = list(datamodule.source_names) if isinstance(datamodule, NamesSources) else []
         if isinstance(datamodule, MixesSources):
             self._record_mixture(trainer, report["update"], datamodule.source_figures(report["update"]))
+        self._names = names
         losses, tokens = report.get("source_losses"), report.get("source_tokens")
         if losses is None or tokens is None:
             return
@@ -71,20 +75,42 @@ class SourceMonitor(ReportCallback):
         for figure in ("weight", "epochs", "reward"):
             figures |= {f"data/{name}/{figure}": value for name, value in mixed[figure].items()}
         self.record(trainer, update, figures)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Publish what changes with the update that begins."""
+        datamodule, update = cast(Any, trainer).datamodule, trainer.global_step + 1
+        if not isinstance(datamodule, MixesSources):
+            return
+        mixed = datamodule.source_figures(update)
+        if not mixed:
+            return
+        before, self._weights = self._weights, dict(mixed["weight"])
         if mixed["phase"] != self._phase:
             self._phase = mixed["phase"]
             details = {"phase": mixed["phase"], "length": mixed["phase_length"], "weights": mixed["weight"]}
             shares = ", ".join(f"{name} {weight:.3f}" for name, weight in mixed["weight"].items())
             message = f"phase {mixed['phase']}, {mixed['phase_length']} updates: {shares}"
             publish_event(trainer, RunEvent(kind="phase", update=update, message=message, details=details))
+            return
+        for name, weight in mixed["weight"].items():
+            if not weight and before.get(name):
+                message = f"update {update}: {name} has reached its max_epochs and is drawn no more"
+                rank_zero_info(message)
+                details = {"source": name, "weights": mixed["weight"]}
+                publish_event(
+                    trainer, RunEvent(kind="exhausted", update=update, message=message, details=details)
+                )
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say how the epoch went for each source, and start afresh."""
         super().on_train_epoch_end(trainer, pl_module)
         total = sum(self._tokens.values())
-        if len(self._tokens) > 1 or self._mixed:
-            lines = [self._summary_of(name, total) for name in self._tokens]
+        if len(self._tokens) > 1:
+            lines = [self._summary_of(name, total) for name in self._names if name in self._tokens]
             rank_zero_info("\n".join([f"epoch {trainer.current_epoch + 1}, by source:", *lines]))
         self._tokens, self._loss_sums = {}, {}
 
@@ -102,10 +128,10 @@ class SourceMonitor(ReportCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of the unfinished epoch, and the phase that was last published."""
         sums = {"tokens": dict(self._tokens), "loss_sums": dict(self._loss_sums)}
-        return {**sums, "phase": self._phase}
+        return {**sums, "phase": self._phase, "weights": dict(self._weights)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the unfinished epoch."""
         self._tokens, self._loss_sums = dict(state_dict["tokens"]), dict(state_dict["loss_sums"])
-        self._phase = state_dict["phase"]
+        self._phase, self._weights = state_dict["phase"], dict(state_dict["weights"])

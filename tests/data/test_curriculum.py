@@ -492,6 +492,15 @@ class TestRewards:
             UserError, match="the mixture Half must define state_dict, as every one that learns"
         ):
             CurriculumSampler(data_set()[2], Curriculum(mixture=Half()), 8)
+
+        class Deaf(Fixed):
+            def update(self, observation: Any) -> dict[int, float]:
+                return {}
+
+        with pytest.raises(
+            UserError, match="Deaf defines update, which is called where learns is True alone"
+        ):
+            CurriculumSampler(data_set()[2], Curriculum(mixture=Deaf()), 8)
         with pytest.raises(UserError, match="the mixture Mixture must define weights"):
             CurriculumSampler(data_set()[2], Curriculum(mixture=Mixture()), 8)
 
@@ -551,7 +560,7 @@ class TestConfiguration:
             ({"updates_per_epoch": 0}, "updates_per_epoch must be at least 1"),
             ({"hard_clip": 2}, "hard_clip must lie from 0 to 1"),
             ({"repetition_penalty": -1}, "repetition_penalty must be at least 0"),
-            ({"warmup_updates": 5}, "warmup_updates and curriculum.warmup_sources go together"),
+            ({"warmup_updates": 5}, "warmup_updates and data.curriculum.warmup_sources go together"),
             ({"warmup_sources": ["a"]}, "go together"),
         ],
     )
@@ -604,6 +613,15 @@ class TestConfiguration:
                 UserError, match=f"max_epochs allow 5 updates, and the run has {updates}; raise"
             ):
                 data.train_dataloader()
+        warm = module(
+            Curriculum(warmup_updates=5, warmup_sources=["a"]),
+            sources=[*sources, TextSource(name="b", kind="tokens", documents=[[1, 2]])],
+        )
+        warm.trainer = build_trainer(max_steps=4)
+        with pytest.warns(
+            UserWarning, match="as long as the run of 4 updates: sources other than a are never"
+        ):
+            warm.train_dataloader()
         for options in ({"max_steps": 5}, {"max_steps": 60, "overfit_batches": 2}):
             data.trainer = build_trainer(**options)
             data.train_dataloader()

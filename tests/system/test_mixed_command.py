@@ -9,7 +9,7 @@ import yaml
 
 from andrea_callbacks import read_journal
 from commands import andrea
-from test_command import TINY, log_folder, scalars
+from test_command import CONFIGS, TINY, log_folder, scalars
 
 pytestmark = pytest.mark.system
 
@@ -84,8 +84,13 @@ def test_fit_under_a_bandit(mixed: Path) -> None:
         "fit", "--config", saved, "--ckpt_path", str(checkpoint), "--data.curriculum.reward_lag", "3"
     )
     assert changed.returncode == 1
-    assert "{'reward_lag': 7}" in changed.stderr
-    assert "{'reward_lag': 3}" in changed.stderr
+    assert "comes from {'reward_lag': 7}, this run's from {'reward_lag': 3}: " in changed.stderr
+    scaled = ("fit", "--config", saved, "--ckpt_path", str(checkpoint))
+    changed = andrea(*scaled, "--data.curriculum.mixture.reward_scale", "3")
+    assert (
+        "comes from {'mixture.reward_scale': 1000.0}, this run's from {'mixture.reward_scale': 3.0}"
+        in changed.stderr
+    )
 
 
 ERRORS: dict[str, tuple[list[str], int, str]] = {
@@ -100,14 +105,14 @@ ERRORS: dict[str, tuple[list[str], int, str]] = {
     "unknown source": (
         ["--data.curriculum.warmup_sources", "[prose, poems]"],
         1,
-        "curriculum.warmup_sources names 'poems', and the sources are prose, lists, answers",
+        "data.curriculum.warmup_sources names 'poems', and the sources are prose, lists, answers",
     ),
     "too far ahead": (
         ["--data.num_workers", "2", "--data.prefetch_factor", "4"],
         1,
         "data.curriculum.reward_lag is 7: raise it to 9",
     ),
-    "bad phase": (["--data.curriculum.phases", "[0]"], 1, "curriculum.phases must be lengths"),
+    "bad phase": (["--data.curriculum.phases", "[0]"], 1, "data.curriculum.phases must be whole lengths"),
     "foreign class": (["--data.curriculum.mixture", "os.path.Mixture"], 2, "--trust_imports"),
 }
 
@@ -119,6 +124,39 @@ def test_errors_can_be_acted_on(mixed: Path, case: str) -> None:
     assert result.returncode == code, result.stderr
     assert words in result.stderr
     assert "Traceback" not in result.stderr
+    assert "NoneType" not in result.stderr
+    assert "NestedArg" not in result.stderr
+
+
+def test_a_later_file_replaces_sources_and_mixture(mixed: Path) -> None:
+    """Lists as long as those before are not mixed item by item, nor are options of another class kept."""
+    Path("over.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "data": {
+                    "sources": [{"name": name, "paths": [f"{name}.jsonl"]} for name in reversed(NAMES)],
+                    "curriculum": {"mixture": {"class_path": "andrea_pl.Exp3"}},
+                }
+            }
+        )
+    )
+    given = ["fit", "--config", str(mixed), "--config", "over.yaml", "--print_config"]
+    config = yaml.safe_load(andrea(*given).stdout)
+    assert [source["name"] for source in config["data"]["sources"]] == list(reversed(NAMES))
+    assert {source["floor"] for source in config["data"]["sources"]} == {0.0}
+    mixture = config["data"]["curriculum"]["mixture"]
+    assert mixture["class_path"].endswith("Exp3")
+    assert mixture["init_args"]["reward_scale"] == 1.0
+    assert config["data"]["curriculum"]["warmup_updates"] == 5, "what the later file does not name stays"
+    local = ["fit", "--config", str(CONFIGS / "local.yaml"), "--config", "over.yaml", "--print_config"]
+    sources = yaml.safe_load(andrea(*local).stdout)["data"]["sources"]
+    assert {source["kind"] for source in sources} == {"files"}
+    flags = ["--data.curriculum.mixture", "Exp3", "--data.curriculum.mixture.alpha", "0.2"]
+    mixture = yaml.safe_load(andrea(*given[:3], *flags, "--print_config").stdout)["data"]["curriculum"][
+        "mixture"
+    ]
+    assert mixture["init_args"]["reward_scale"] == 1.0
+    assert mixture["init_args"]["alpha"] == 0.2
 
 
 def test_a_mixture_of_the_user_s_own_by_class_path(mixed: Path) -> None:
