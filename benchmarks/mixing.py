@@ -130,7 +130,7 @@ def time_sampling(corpora: Path, cache: Path, updates: int) -> None:
     own = data.watch.seconds[3 : 3 + len(whole)]  # type: ignore[attr-defined]
     shares = [mine / all_ for mine, all_ in zip(own, whole, strict=True)]
     print(f"update {median(whole):.3f} s, of it sampling {median(own) * 1e6:.0f} us")
-    print(f"sampling / update: {describe(shares)}; the largest {max(shares):.5f}")
+    print(f"sampling / update, in percent: {describe([100 * share for share in shares])}")
     many = [
         Pool(name=f"source{number}", first=number * 10_000, count=10_000, tokens=1_000_000, floor=0.01)
         for number in range(16)
