@@ -252,7 +252,7 @@ class AndreaCLI(LightningCLI):
             super().instantiate_classes()
         except ValueError as error:
             fault: BaseException = error  # the parser wraps it in what else the value is not, once a level
-            while fault.__cause__ is not None:
+            while fault.__cause__ is not None and not isinstance(fault, UserError):
                 fault = fault.__cause__
             raise fault if isinstance(fault, UserError) else UserError(str(fault)) from error
 

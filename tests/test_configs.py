@@ -10,7 +10,10 @@ import yaml
 from commands import andrea
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
-SHORT = ["--trainer.max_steps", "1", "--trainer.limit_val_batches", "0", "--data.sequences_per_update", "2"]
+SHORT = [
+    *("--trainer.max_steps", "1", "--trainer.limit_val_batches", "0"),
+    *("--data.sequences_per_update", "2", "--data.block_size", "64"),
+]
 
 
 def python_sources(config: str) -> list[str]:

@@ -116,8 +116,8 @@ class TextWindowLoader:
         if state["windows_per_epoch"] != len(self):
             raise UserError(
                 f"the checkpoint's epoch has {state['windows_per_epoch']} windows, this run's has "
-                f"{len(self)}: text, block_size, sequences_per_update or data.curriculum changed, or its "
-                "updates_per_epoch; put them back, or start "
+                f"{len(self)}: text, block_size, sequences_per_update or data.curriculum, its "
+                "updates_per_epoch perhaps, changed; put them back, or start "
                 "from the weights alone with --init_from"
             )
         if state["order"] != self._order():

@@ -163,7 +163,7 @@ class TestDeterminism:
         states: dict[int, Any] = dict.fromkeys(cuts)
         assert run(build_loader(workers=workers), WINDOWS, keep=states) == straight
         inside = 0
-        for cut in cuts:
+        for cut in cuts if not workers else cuts[::3]:  # processes take seconds to start
             resumed = build_loader(workers=workers)
             resumed.load_state_dict(self.through_a_file(states[cut], tmp_path))
             plan = resumed.window_sampler.state_dict()["plan"]
@@ -172,7 +172,7 @@ class TestDeterminism:
             again = build_loader(workers=workers)
             again.load_state_dict(self.through_a_file(resumed.state_dict(), tmp_path))
             assert run(again, 35, first=cut + 26) == straight[cut + 25 : cut + 60]
-        assert inside >= 5, "most cuts are within a phase"
+        assert inside >= (2 if workers else 5), "most cuts are within a phase"
 
     def test_without_the_state_it_differs(self, straight: list[list[int]], tmp_path: Path) -> None:
         loader = build_loader()
