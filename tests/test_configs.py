@@ -16,10 +16,15 @@ SHORT = [
 ]
 
 
-def python_sources(config: str) -> list[str]:
-    """Return a flag that gives the configuration's sources a small text that is on every machine."""
+def small_sources(config: str) -> list[str]:
+    """Return a flag that gives the configuration's sources a few token ids, which need no preparation."""
     given = yaml.safe_load(Path(config).read_text())["data"]["sources"]
-    sources = [{**source, "kind": "python", "part": "topics", "paths": []} for source in given]
+    rows = [[1, 2, 3 + number] for number in range(4)]  # the parser takes its time over long lists
+    kept = ("name", "floor", "max_epochs")
+    sources = [
+        {**{key: source[key] for key in kept if key in source}, "kind": "tokens", "documents": rows}
+        for source in given
+    ]
     return ["--data.sources", json.dumps(sources)]
 
 
@@ -43,9 +48,9 @@ def test_every_key_has_its_comment(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("andrea-12m-v1", 12.4e6),
+        ("andrea-12m-v1", None),  # the same network as v2's, one block of which is enough
         ("andrea-12m-v2", 12.4e6),
-        ("andrea-120m-v1", 97.9e6),
+        ("andrea-120m-v1", None),
         ("andrea-120m-v2", 97.9e6),
         ("andrea-mini-v1", 0.58e6),
         ("andrea-mini-v2", 0.58e6),
@@ -53,12 +58,20 @@ def test_every_key_has_its_comment(path: Path) -> None:
         ("overfit", 10.4e3),
     ],
 )
-def test_runs_and_says_its_size(name: str, parameters: float) -> None:
+def test_runs_and_says_its_size(name: str, parameters: float | None) -> None:
     path = next(each for each in CONFIGS if each.stem == name)
-    source = [] if name == "overfit" else python_sources(str(path))
+    source = [] if name == "overfit" else small_sources(str(path))
     warmup = ["--model.warmup_updates", "0", "--trainer.enable_checkpointing", "false"]
-    result = andrea("fit", "--config", str(path), *SHORT, *source, *warmup)
+    depth = ["--model.network.n_layers", "1"] if parameters is None else []
+    result = andrea("fit", "--config", str(path), *SHORT, *source, *warmup, *depth)
     assert result.returncode == 0, result.stderr
     said = re.search(r"^parameters: ([\d,]+)$", result.stdout, re.MULTILINE)
     assert said
-    assert int(said[1].replace(",", "")) == pytest.approx(parameters, rel=0.01)
+    if parameters is None:
+        networks = [
+            yaml.safe_load(each.read_text())["model"]["network"]
+            for each in (path, path.with_name(path.name.replace("v1", "v2")))
+        ]
+        assert networks[0] == networks[1]
+    else:
+        assert int(said[1].replace(",", "")) == pytest.approx(parameters, rel=0.01)

@@ -225,7 +225,7 @@ class TestLossesBySource:
 
     def test_on_an_accelerator_they_come_with_the_verdict(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The same run, bit for bit, as when the host waits; a lag of 0 waits at the start of a phase."""
-        for lag, workers in ((0, 0), (1, 0), (7, 2)):
+        for lag, workers in ((0, 0), (7, 2)):
             runs = []
             for late in (False, True):
                 monkeypatch.setattr(andrea_pl.update, "_judges_by_itself", lambda device, late=late: late)
@@ -340,7 +340,7 @@ class TestResume:
         options: dict[str, Any] = {"num_workers": workers, "prefetch_factor": 3}
         model = module()
         _, straight = train(data(bandit(), **options), model)
-        for cut in (3, 20, 27):
+        for cut in (3, 20, 27) if not workers else (27,):
             trainer, first = train(data(bandit(), **options), module(), max_steps=cut)
             trainer.save_checkpoint(tmp_path / "cut.ckpt")
             torch.load(tmp_path / "cut.ckpt", weights_only=True)
@@ -368,8 +368,8 @@ class TestResume:
         assert reloaded.documents == straight.documents
 
     def test_workers_change_nothing(self) -> None:
-        runs = [train(data(bandit(), num_workers=workers), module())[1].documents for workers in (0, 1, 2)]
-        assert runs[0] == runs[1] == runs[2]
+        runs = [train(data(bandit(), num_workers=workers), module())[1].documents for workers in (0, 2)]
+        assert runs[0] == runs[1]
 
 
 class TestSeen:

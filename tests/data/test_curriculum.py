@@ -107,7 +107,7 @@ def straight() -> list[list[int]]:
 class TestDeterminism:
     """With rewards replayed from a recording, the windows are a function of the seed."""
 
-    @pytest.mark.parametrize(("workers", "prefetch"), [(1, 2), (1, 6), (2, 1), (2, 3)])
+    @pytest.mark.parametrize(("workers", "prefetch"), [(1, 2), (2, 1), (2, 3)])
     def test_workers_and_prefetch(self, straight: list[list[int]], workers: int, prefetch: int) -> None:
         assert run(build_loader(workers=workers, prefetch=prefetch), WINDOWS) == straight
 
@@ -163,7 +163,7 @@ class TestDeterminism:
         states: dict[int, Any] = dict.fromkeys(cuts)
         assert run(build_loader(workers=workers), WINDOWS, keep=states) == straight
         inside = 0
-        for cut in cuts if not workers else cuts[::3]:  # processes take seconds to start
+        for cut in cuts if not workers else cuts[::4]:  # processes take seconds to start
             resumed = build_loader(workers=workers)
             resumed.load_state_dict(self.through_a_file(states[cut], tmp_path))
             plan = resumed.window_sampler.state_dict()["plan"]

@@ -139,7 +139,7 @@ def test_exp3_of_huge_rewards() -> None:
 
 
 Draw = Callable[[Any, np.random.Generator], int]
-ROUNDS, ARMS = 500, 5
+ROUNDS, ARMS = 300, 5
 
 
 def regret(mixture: Any, seed: int, draw: Draw) -> float:
