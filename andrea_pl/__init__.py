@@ -1,5 +1,6 @@
 """Exact, token-weighted pretraining of language models with PyTorch Lightning."""
 
+from andrea_pl.checkpoint import DurableCheckpointIO as DurableCheckpointIO
 from andrea_pl.data import Arm as Arm
 from andrea_pl.data import Curriculum as Curriculum
 from andrea_pl.data import DynamicPaddingCollator as DynamicPaddingCollator
@@ -22,6 +23,7 @@ from andrea_pl.network import Sampling as Sampling
 from andrea_pl.network import TransformerConfig as TransformerConfig
 from andrea_pl.optim import build_optimizer as build_optimizer
 from andrea_pl.optim import build_scheduler as build_scheduler
+from andrea_pl.saving import DurableCheckpoint as DurableCheckpoint
 from andrea_pl.strategies import ClipDDPStrategy as ClipDDPStrategy
 from andrea_pl.strategies import ClipModelParallelStrategy as ClipModelParallelStrategy
 from andrea_pl.strategies import ClipSingleDeviceStrategy as ClipSingleDeviceStrategy

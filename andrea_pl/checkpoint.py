@@ -1,66 +1,171 @@
-"""The block that a checkpoint carries, from which a model can be rebuilt with nothing else at hand."""
+"""Checkpoint files: written so that nothing tears them, verified before they are read, never unpickled.
 
-import platform
-from dataclasses import dataclass
+<folder>/update-000040.ckpt        what torch.save makes of a checkpoint
+         update-000040.ckpt.json   its manifest: size and SHA-256 of what lies, or is about to lie, there
+         .andrea-*.part            what is being written; what a kill left of it is swept at the next start
+
+A manifest is on the disk before its file gets its name, and still names what the file held before: at every
+moment whatever lies there verifies.
+"""
+
+import errno
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import lightning
-import tokenizers
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
 
-from andrea_pl.data.tokenizer import TextTokenizer
+from andrea_callbacks.durable import remove_temporaries, replace_durably, write_all
 from andrea_pl.errors import UserError
-from andrea_pl.network.config import TransformerConfig
 
-KEY = "andrea_pl"
+SUFFIX = ".ckpt"
+MANIFEST_SUFFIX = ".json"
 FORMAT_VERSION = 1
+CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelBlock:
-    """What it takes to rebuild a model: its shape and its tokenizer."""
+class Content:
+    """What a checkpoint file holds."""
 
-    network: TransformerConfig
-    tokenizer: TextTokenizer | None
-    """None for a model trained on token files whose tokenizer is not known."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, with the versions of the libraries that wrote them."""
-        return {
-            "format": FORMAT_VERSION,
-            "network": self.network.to_dict(),
-            "tokenizer": self.tokenizer.definition if self.tokenizer else None,
-            "tokenizer_fingerprint": self.tokenizer.fingerprint if self.tokenizer else None,
-            "libraries": {
-                "python": platform.python_version(),
-                "torch": str(torch.__version__),
-                "lightning": str(lightning.__version__),
-                "tokenizers": str(tokenizers.__version__),
-            },
-        }
+    update: int
+    """Updates made before it was saved, `global_step`."""
+    size: int
+    """Bytes."""
+    sha256: str
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Load a local checkpoint on the CPU; only tensors and plain values are let in.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The newest checkpoint of a folder that can be trusted."""
+
+    path: Path
+    update: int
+    passed_over: list[str]
+    """Newer ones, each with what is wrong with it."""
+
+
+class DurableCheckpointIO(TorchCheckpointIO):
+    """Writes checkpoints that a kill, a full disk or a power cut cannot tear, and reads no pickle.
+
+    A local file is streamed into a temporary one in its own folder while its checksum is made, synchronised,
+    renamed; its manifest is on the disk before. It is loaded only if it agrees with its manifest, where it
+    has one, and only tensors and plain values are let in. Any rank may load; Lightning saves on rank zero.
+
+    A path of another file system (`s3://`, `gs://` …) is written and read by Lightning's own IO: whether it
+    appears whole or not is the promise of that storage; there is no manifest, and what is damaged is found
+    when it is loaded. `http://` and `https://` are refused.
 
     Raises:
-        UserError: If it is no local file, cannot be read, or holds anything else.
+        UserError: If a file cannot be written, naming the path and how many bytes were, or is not what its
+            manifest says, or holds more than tensors and plain values.
     """
-    path = str(path)
-    if "://" in path:
-        raise UserError(f"{path}: checkpoints are read from local files only; download it first")
-    if not Path(path).is_file():
-        if (Path(path) / ".metadata").is_file():
-            raise UserError(
-                f"{path}: a folder of shards, which only trainer.strategy.save_distributed_checkpoint: true "
-                "writes and only its own strategy continues, from Python; leave that false for one file"
-            )
-        inside = sorted(Path(path).rglob("*.ckpt")) if Path(path).is_dir() else []
-        hint = f"; that folder holds {inside[-1]}" if inside else ""
-        raise UserError(f"{path}: no such checkpoint file; give a .ckpt that andrea fit wrote{hint}")
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint, its manifest first."""
+        local = _local_path(path)
+        if local is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        stream = _HashingStream()
+
+        def write(descriptor: int) -> None:
+            stream.descriptor = descriptor
+            try:
+                torch.save(checkpoint, cast(Any, stream))
+            except Exception as error:
+                raise stream.fault or error from error  # torch may have its own words for a full disk
+
+        def announce() -> None:
+            update = int(checkpoint.get("global_step", 0))
+            content = Content(update=update, size=stream.size, sha256=stream.digest.hexdigest())
+            _write_manifest(local, [content, *_manifest(local)[:1]])
+
+        try:
+            local.parent.mkdir(parents=True, exist_ok=True)
+            replace_durably(local, write, announce)
+        except OSError as error:
+            raise _writing_error(local, stream.size, checkpoint, error) from error
+
+    @override
+    def load_checkpoint(
+        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True
+    ) -> dict[str, Any]:
+        """Verify and load a checkpoint; `weights_only=False` is refused."""
+        if weights_only is False:
+            raise UserError(f"{path}: weights_only=False would run what a checkpoint says; it is never used")
+        return read_checkpoint(path, map_location)
+
+    @override
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint and then its manifest."""
+        super().remove_checkpoint(path)
+        local = _local_path(path)
+        if local is not None:
+            manifest_path(local).unlink(missing_ok=True)
+
+
+class _HashingStream:
+    """What torch.save writes into: a descriptor, a checksum and a count."""
+
+    def __init__(self) -> None:
+        self.descriptor = -1
+        self.digest = hashlib.sha256()
+        self.size = 0
+        self.fault: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        """Write all of it."""
+        view = memoryview(content).cast("B")
+        try:
+            write_all(self.descriptor, view)
+        except OSError as error:
+            self.fault = error
+            raise
+        self.digest.update(view)
+        self.size += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+
+def read_checkpoint(path: str | Path, map_location: Any = "cpu", mmap: bool = False) -> dict[str, Any]:
+    """Verify a checkpoint by its manifest, where it has one, and load it; only plain values are let in.
+
+    Args:
+        path: A local file, or a path of another file system that fsspec knows, but http.
+        map_location: Where tensors go.
+        mmap: Whether tensors stay in the file until they are used, for a look at the rest.
+
+    Raises:
+        UserError: If there is none, it is damaged, or holds more than tensors and plain values.
+    """
+    local = _local_path(path)
+    if local is not None:
+        _refuse_missing(local)
+        fault = fault_of(local) if _manifest(local) else None
+        if fault is not None:
+            raise UserError(f"{path}: {fault}; take another checkpoint")
     try:
-        return cast(dict[str, Any], torch.load(path, map_location="cpu", weights_only=True))
+        if local is None:
+            return super(DurableCheckpointIO, DurableCheckpointIO()).load_checkpoint(
+                path, map_location, weights_only=True
+            )
+        return cast(
+            dict[str, Any], torch.load(local, map_location=map_location, mmap=mmap, weights_only=True)
+        )
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such checkpoint") from error
     except Exception as error:  # torch raises several kinds; all mean that this is no checkpoint to trust
         raise UserError(
             f"{path} is not a checkpoint that can be loaded ({type(error).__name__}): it is damaged, or "
@@ -68,23 +173,185 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         ) from error
 
 
-def read_block(checkpoint: dict[str, Any], path: str | Path = "the checkpoint") -> ModelBlock:
-    """Return the block of a loaded checkpoint.
+def manifest_path(path: Path) -> Path:
+    """Return where the manifest of a checkpoint is."""
+    return path.with_name(path.name + MANIFEST_SUFFIX)
+
+
+_verified: dict[tuple[str, int, int, int], str] = {}
+"""Checksums of files that this process has read to their end, by path, inode, size and time of change."""
+
+
+def fault_of(path: Path) -> str | None:
+    """Return what is wrong with a checkpoint by its manifest, None if it verifies."""
+    if path.is_dir():
+        return "is a folder"
+    if not path.is_file():
+        return "is not there: its save was cut short, or it was removed"
+    contents = _manifest(path)
+    if not contents:
+        return f"has no manifest ({manifest_path(path).name}) that can be read"
+    size = path.stat().st_size
+    if size not in [each.size for each in contents]:
+        return f"has {size:,} bytes where its manifest says {contents[0].size:,}"
+    try:
+        found = _checksum(path)
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    if not any(each.size == size and each.sha256 == found for each in contents):
+        return f"does not agree with its manifest (SHA-256 {found[:12]}, not {contents[0].sha256[:12]})"
+    return None
+
+
+def newest_valid(folder: str | Path) -> Found:
+    """Return the newest checkpoint of a folder that verifies; the caller says what was passed over.
 
     Raises:
-        UserError: If there is none, or a newer version wrote it.
+        UserError: If there is none at all, or none verifies; each is named with its fault.
     """
-    block = checkpoint.get(KEY)
-    if block is None:
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder, and so no checkpoint in it")
+    passed_over: list[str] = []
+    for path in _newest_first(folder):
+        fault = fault_of(path)
+        if fault is None:
+            size = path.stat().st_size
+            update = next(each.update for each in _manifest(path) if each.size == size)
+            return Found(path=path, update=update, passed_over=passed_over)
+        passed_over.append(f"{path} {fault}")
+    if passed_over:
         raise UserError(
-            f"{path} has no block of andrea_pl; only checkpoints of LanguageModule can be used here"
+            f"{folder}: no checkpoint verifies, and nothing is started afresh in its place: "
+            f"{'; '.join(passed_over)}. --ckpt_path takes one that you trust"
         )
-    if block["format"] > FORMAT_VERSION:
+    raise UserError(f"{folder}: there is no checkpoint; start without --resume")
+
+
+def has_checkpoints(folder: str | Path) -> bool:
+    """Say whether a folder holds anything that is, was or should be a checkpoint."""
+    return Path(folder).is_dir() and bool(_newest_first(Path(folder)))
+
+
+def sweep(folder: Path) -> list[Path]:
+    """Remove what killed saves left in a folder: temporaries, and manifests whose file never came.
+
+    Nobody else may be writing there.
+    """
+    lonely = [each for each in _manifests(folder) if not _described(each).exists()]
+    for each in lonely:
+        each.unlink(missing_ok=True)
+    return [*remove_temporaries(folder), *lonely]
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder by update, newest first; without a manifest the name tells it."""
+    named = {each for each in folder.glob(f"*{SUFFIX}") if not each.name.startswith(".")}
+    named |= {_described(each) for each in _manifests(folder)}
+
+    def age(path: Path) -> tuple[int, float]:
+        named = re.search(r"(\d+)$", path.name.removesuffix(SUFFIX))
+        by_name = int(named[1]) if named else -1
+        update = max((each.update for each in _manifest(path)), default=by_name)
+        return update, path.stat().st_mtime if path.exists() else 0.0
+
+    return sorted(named, key=age, reverse=True)
+
+
+def _manifests(folder: Path) -> list[Path]:
+    return [each for each in folder.glob(f"*{SUFFIX}{MANIFEST_SUFFIX}") if not each.name.startswith(".")]
+
+
+def _described(manifest: Path) -> Path:
+    return manifest.with_name(manifest.name.removesuffix(MANIFEST_SUFFIX))
+
+
+def _manifest(path: Path) -> list[Content]:
+    """Return what a checkpoint may hold by its manifest, the newest first; nothing where there is none."""
+    try:
+        read: Any = json.loads(manifest_path(path).read_text(encoding="utf-8"))
+        if read["format"] != FORMAT_VERSION:
+            return []
+        return [
+            Content(update=int(each["update"]), size=int(each["size"]), sha256=str(each["sha256"]))
+            for each in read["contents"]
+        ]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def _write_manifest(path: Path, contents: list[Content]) -> None:
+    described = {"format": FORMAT_VERSION, "contents": [asdict(each) for each in contents]}
+    text = json.dumps(described, indent=1).encode()
+    replace_durably(manifest_path(path), lambda descriptor: write_all(descriptor, text))
+
+
+def _checksum(path: Path) -> str:
+    status = path.stat()
+    key = (str(path.absolute()), status.st_ino, status.st_size, status.st_mtime_ns)
+    if key not in _verified:
+        digest = hashlib.sha256()
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+        _verified[key] = digest.hexdigest()
+    return _verified[key]
+
+
+def _local_path(path: Any) -> Path | None:
+    """Return a local path, None for one of another file system.
+
+    Raises:
+        UserError: If it is fetched from the web.
+    """
+    text = str(path)
+    if text.startswith("file://"):
+        return Path(text.removeprefix("file://"))
+    if text.startswith(("http:", "https:")):
+        raise UserError(f"{text}: checkpoints are not fetched from the web; download it first")
+    return None if "://" in text else Path(text)
+
+
+def _refuse_missing(path: Path) -> None:
+    if path.is_file():
+        return
+    if (path / ".metadata").is_file():
         raise UserError(
-            f"{path} is of format {block['format']}, this version reads up to {FORMAT_VERSION}; upgrade"
+            f"{path}: a folder of shards, which only trainer.strategy.save_distributed_checkpoint: true "
+            "writes and only its own strategy continues, from Python; leave that false for one file"
         )
-    definition = block["tokenizer"]
-    return ModelBlock(
-        network=TransformerConfig(**block["network"]),
-        tokenizer=TextTokenizer(definition) if definition else None,
-    )
+    inside = sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else []
+    hint = f"; that folder holds {inside[-1]}" if inside else ""
+    raise UserError(f"{path}: no such checkpoint file; give a {SUFFIX} that andrea fit wrote{hint}")
+
+
+def _writing_error(path: Path, written: int, checkpoint: Mapping[str, Any], error: OSError) -> UserError:
+    size = sum(_storages(checkpoint).values())
+    kept = "; what was there before is as it was" if path.exists() else ""
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        reason += "; free some space, or have checkpoints written elsewhere (dirpath)"
+    elif written == 0:
+        reason += "; check the folder and its permissions"
+    return UserError(f"{path} could not be written, {written:,} of some {size:,} bytes were: {reason}{kept}")
+
+
+def _storages(value: Any) -> dict[int, int]:
+    """Return the bytes of all tensors' storages in nested values, each once."""
+    if isinstance(value, Tensor):
+        return {value.data_ptr(): value.untyped_storage().nbytes()}
+    parts: Iterator[Any] = iter(())
+    if isinstance(value, Mapping):
+        parts = iter(cast("Mapping[Any, Any]", value).values())
+    elif isinstance(value, (list, tuple)):
+        parts = iter(cast("list[Any]", value))
+    found: dict[int, int] = {}
+    for part in parts:
+        found |= _storages(part)
+    return found
+
+
+def say_passed_over(found: Found) -> None:
+    """Warn of every newer checkpoint that did not verify."""
+    for each in found.passed_over:
+        rank_zero_warn(f"passed over: {each}")

@@ -24,7 +24,8 @@ from typing_extensions import override
 
 import andrea_pl.strategies
 from andrea_callbacks.console import RunReport, UpdateProgressBar
-from andrea_pl.checkpoint import read_block, read_checkpoint
+from andrea_pl.block import read_block
+from andrea_pl.checkpoint import read_checkpoint
 from andrea_pl.data.module import TextDataModule
 from andrea_pl.errors import UserError
 from andrea_pl.language import LanguageModule

@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from andrea_callbacks.protocols import NamesSources
 from andrea_callbacks.scalars import scalar_buffer
-from andrea_pl.checkpoint import KEY, ModelBlock, read_block, read_checkpoint
+from andrea_pl.block import KEY, ModelBlock, read_block
+from andrea_pl.checkpoint import read_checkpoint
 from andrea_pl.data.dataset import IGNORED
 from andrea_pl.data.tokenizer import TextTokenizer
 from andrea_pl.errors import UserError

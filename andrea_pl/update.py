@@ -37,6 +37,7 @@ from andrea_callbacks.finite import FiniteGuard, NonFiniteError
 from andrea_callbacks.gradients import GradientNorm, optimizer_parameters
 from andrea_callbacks.host import HostCopy, side_by_side, widest
 from andrea_callbacks.protocols import ClipsGradients, NamesSources
+from andrea_callbacks.resume import ExactResume
 from andrea_callbacks.schedules import ScheduleMove
 from andrea_callbacks.sources import SourceMonitor
 from andrea_callbacks.updates import EpochSummary, UpdateLog, publish_report
@@ -257,9 +258,10 @@ class TokenWeightedModule(pl.LightningModule):
 
     @override
     def configure_callbacks(self) -> Sequence[Callback]:
-        """Add the callbacks that write an update's figures, where the user gave none of their kind."""
+        """Add callbacks that write figures and place of an update, where none of their kind is given."""
         self._refuse_trainer_options()
         wanted: list[Callback] = [UpdateLog(), PreClipNorm(), FiniteGuard(), EpochSummary(), SourceMonitor()]
+        wanted.append(ExactResume())
         present = cast("list[Callback]", getattr(self.trainer, "callbacks", []))
         return [each for each in wanted if not any(isinstance(other, type(each)) for other in present)]
 

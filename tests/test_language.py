@@ -22,7 +22,8 @@ from andrea_pl import (
     Window,
     WindowLoader,
 )
-from andrea_pl.checkpoint import read_block, read_checkpoint
+from andrea_pl.block import read_block
+from andrea_pl.checkpoint import read_checkpoint
 from andrea_pl.data import TextTokenizer
 from andrea_pl.metrics import TokenMean
 from toy import ListLoader, Recorder, RowLogger, ToyU, build_trainer, fit

@@ -16,7 +16,7 @@ clip_norm  PreClipNorm      moments     MomentMonitor, moment_trace  journal  Ru
 finite     FiniteGuard      coherence   CoherenceGate                layout   TensorBoardLayout
 spikes     SpikeForensics   throughput  Throughput                   console  UpdateProgressBar, RunReport
 updates    UpdateLog, EpochSummary
-sources    SourceMonitor
+sources    SourceMonitor    resume      ExactResume
 """
 
 from andrea_callbacks.clip_norm import ClipWarning as ClipWarning
@@ -42,6 +42,7 @@ from andrea_callbacks.layout import TensorBoardLayout as TensorBoardLayout
 from andrea_callbacks.moments import MomentMonitor as MomentMonitor
 from andrea_callbacks.moments import MomentTrace as MomentTrace
 from andrea_callbacks.moments import moment_trace as moment_trace
+from andrea_callbacks.resume import ExactResume as ExactResume
 from andrea_callbacks.scalars import ScalarBuffer as ScalarBuffer
 from andrea_callbacks.scalars import ScalarCallback as ScalarCallback
 from andrea_callbacks.scalars import scalar_buffer as scalar_buffer

@@ -1,7 +1,6 @@
 """A run's journal: one JSON object a line for every update and every event, which a kill cannot take away."""
 
 import json
-import os
 import time
 import warnings
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from andrea_callbacks.bundle import to_json
+from andrea_callbacks.durable import append_durably
 from andrea_callbacks.events import RunEvent
 from andrea_callbacks.measuring import measured_norm, remaining_scale
 from andrea_callbacks.protocols import reports_updates
@@ -182,37 +182,6 @@ class RunJournal(WindowCallback):
             append_durably(self.file, lines.encode())
         except OSError as error:
             warnings.warn(f"RunJournal: {self.file} could not be written: {error}", stacklevel=2)
-
-
-def append_durably(file: Path, lines: bytes) -> None:
-    """Append whole lines to a file and wait until the disk has them; a torn last line is ended first.
-
-    Raises:
-        OSError: If that cannot be done.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not file.exists()
-    descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            lines = b"\n" + lines
-        view = memoryview(lines)
-        while view:
-            view = view[os.write(descriptor, view) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    if is_new:
-        _synchronize_folder(file.parent)
-
-
-def _synchronize_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_journal(path: str | Path) -> list[dict[str, Any]]:

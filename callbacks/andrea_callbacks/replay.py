@@ -13,7 +13,8 @@ from torchmetrics import Metric
 
 from andrea_callbacks.gradients import is_sharded
 from andrea_callbacks.protocols import SequenceLosses, SumsLosses
-from andrea_callbacks.window import RandomState, UpdateWindow
+from andrea_callbacks.random_state import RandomState
+from andrea_callbacks.window import UpdateWindow
 
 ReplayFunction = Callable[[pl.LightningModule, Any], Tensor]
 """Takes the module and a micro-batch; returns losses (B,), one a sequence, or one 0-d loss, with their graph.

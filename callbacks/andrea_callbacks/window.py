@@ -5,8 +5,6 @@ on_before_backward   ──> losses                            Lightning or some
 on_train_batch_end   ──> the update is over once global_step moved
 """
 
-import random
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -19,6 +17,7 @@ from typing_extensions import override
 from andrea_callbacks.host import widest
 from andrea_callbacks.measuring import scaler_of
 from andrea_callbacks.protocols import HoldsMicroBatches
+from andrea_callbacks.random_state import RandomState
 from andrea_callbacks.updates import ReportCallback
 
 MOST_BATCHES = 64
@@ -26,33 +25,6 @@ MOST_BATCHES = 64
 
 MOST_LOSSES = 4096
 """Losses kept while no optimizer steps."""
-
-
-class RandomState:
-    """The states of all generators that a network may draw from.
-
-    Args:
-        device: Besides the host's, the generator of this device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._python = random.getstate()
-        self._torch = torch.get_rng_state()
-        self._device: Any = None
-        if device.type in ("cuda", "xpu", "mps"):
-            self._device = torch.get_device_module(device)
-            self._of_device = self._device.get_rng_state()
-        numpy = sys.modules.get("numpy")
-        self._numpy: Any = None if numpy is None else numpy.random.get_state()
-
-    def restore(self) -> None:
-        """Go back to these states."""
-        random.setstate(self._python)
-        torch.set_rng_state(self._torch)
-        if self._device is not None:
-            self._device.set_rng_state(self._of_device)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from andrea_callbacks import FiniteGuard, NonFiniteError, RunJournal, read_journal
 from andrea_callbacks.bundle import to_json
-from andrea_callbacks.journal import append_durably
+from andrea_callbacks.durable import append_durably
 from toy import ToyU, build_trainer, fit, window
 
 pytestmark = [

@@ -58,7 +58,7 @@ class Watch(pl.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.window = UpdateWindow(number=1, micro_batches=list(batch), states=[None] * len(batch))
         if batch_idx + 1 == self.when:
-            from andrea_callbacks.window import RandomState
+            from andrea_callbacks.random_state import RandomState
 
             self.window.states[0] = RandomState(pl_module.device)
             self.module = [each.detach().clone() for each in pl_module.parameters()]

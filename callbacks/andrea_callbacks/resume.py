@@ -1,0 +1,202 @@
+"""What Lightning's own checkpoints lack for a resume that goes on exactly: random states, and the place.
+
+A fit goes from update to update:   … update k ─> validation ─> end of the epoch ─> update k + 1 …
+
+Lightning's counters say of a checkpoint that k batches are done. Whether the validation after them and the
+end of the epoch are still to come it guesses, by the hook that wrote the checkpoint, and passes over some.
+Here the place is written down, and the counters with it, as they stand at that place in a run that goes on.
+"""
+
+import time
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
+
+from andrea_callbacks.random_state import RandomState
+
+KEY = "andrea_resume"
+"""Where the checkpoint has it."""
+
+Place = Literal["update", "validation", "validated", "epoch_end", "epoch"]
+"""What comes next: the next update; the validation after this one; what follows it; the end of the epoch; the
+next epoch."""
+
+
+class ExactResume(Callback):
+    """Has every checkpoint of a fit resume exactly where it was taken, whoever saves it.
+
+    With this callback a checkpoint holds the states of Python's, NumPy's and torch's generators, of every
+    rank, and the place in the run: a validation or an end of epoch that was still to come is made up for, and
+    one that was over is not repeated. `ModelCheckpoint` and `Trainer.save_checkpoint` need nothing else. The
+    data are as exact as their loader: one with `state_dict` and `load_state_dict`, or at the end of an epoch
+    any loader that draws its order from torch's generator.
+
+    A checkpoint saved while a batch is under way, in `on_train_batch_start` say or between the batches of an
+    accumulated update, is left to Lightning. With another number of ranks than it was saved by, generators
+    start from the seed, which a warning says.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._restored: dict[str, Any] | None = None
+        self._has_validated = False
+        self._mends_validation = False
+        self._finishes_epoch = False
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add random states and place, and bring the counters to that place."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        place = self._place(trainer)
+        if place is not None:
+            _bring_counters(trainer, checkpoint["loops"]["fit_loop"], place)
+            checkpoint["epoch"] = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"]
+        own = RandomState(pl_module.device).state_dict()
+        checkpoint[KEY] = {"place": place, "random": _of_all_ranks(trainer, own)}
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep what is used when training starts."""
+        self._restored = checkpoint.get(KEY)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Forget an earlier fit."""
+        self._restored = None
+        self._has_validated = self._mends_validation = self._finishes_epoch = False
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Go to the place, and to the random states."""
+        restored, self._restored = self._restored, None
+        if restored is None:
+            return
+        loop = cast(Any, trainer.fit_loop)
+        place = cast("Place | None", restored["place"])
+        self._mends_validation = place == "validation"
+        self._finishes_epoch = place == "epoch_end"
+        interval = getattr(trainer, "_val_check_time_interval", None)
+        if place == "validation" and interval is not None:
+            cast(Any, trainer)._last_val_time = time.monotonic() - interval
+        elif place == "epoch_end":
+            loop.epoch_loop.val_loop._has_run = True  # or the epoch would ask for another batch
+        elif place == "epoch":
+            _start_epoch(loop)
+        states = cast("list[dict[str, Any]]", restored["random"])
+        if len(states) == trainer.world_size:
+            RandomState.from_state_dict(states[trainer.global_rank], pl_module.device).restore()
+        else:
+            rank_zero_warn(
+                f"the checkpoint was written by {len(states)} ranks, this run has {trainer.world_size}: "
+                "random generators start from the seed, so that dropout differs from the run that goes on"
+            )
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Count the validation that is made up for as one that was never begun."""
+        self._has_validated = False
+        if self._mends_validation and not trainer.sanity_checking:
+            self._mends_validation = False
+            total = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
+            total.ready = cast(Any, total).started = total.completed
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note that this validation is over, for callbacks that save after it."""
+        self._has_validated = True
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Have the next epoch start as any other, where this one was only finished."""
+        if self._finishes_epoch:
+            self._finishes_epoch = False
+            trainer.fit_loop.epoch_loop.restarting = False
+            trainer.fit_loop.epoch_loop.reset_restart_stage()
+
+    def _place(self, trainer: pl.Trainer) -> Place | None:
+        """Return what comes next, None in the middle of a batch or of an accumulated update."""
+        loop = cast(Any, trainer.fit_loop)
+        batches = loop.epoch_loop.batch_progress.current
+        is_batch_end = batches.ready == batches.processed == batches.completed + 1
+        if not batches.processed or loop.epoch_loop._should_accumulate():
+            return None
+        if trainer.validating or is_batch_end:
+            if awaits_validation(trainer):
+                return "validated" if trainer.validating and self._has_validated else "validation"
+            return "epoch_end" if ends_epoch(trainer) else "update"
+        epochs = loop.epoch_progress.current
+        if batches.ready == batches.completed and epochs.ready == epochs.processed:
+            return "epoch" if ends_epoch(trainer) else "update"
+        return None
+
+
+def awaits_validation(trainer: pl.Trainer) -> bool:
+    """Say whether validation follows the batch that is done, be the run about to stop or not."""
+    should_stop, trainer.should_stop = trainer.should_stop, False
+    try:
+        loop = cast(Any, trainer.fit_loop)
+        return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+    finally:
+        trainer.should_stop = should_stop
+
+
+def ends_epoch(trainer: pl.Trainer) -> bool:
+    """Say whether the batch that is done is the last of its epoch."""
+    return bool(cast(Any, trainer.fit_loop.epoch_loop)._num_ready_batches_reached())
+
+
+def _bring_counters(trainer: pl.Trainer, counters: dict[str, Any], place: Place) -> None:
+    """Set a checkpoint's counters to those of a run that has come to `place`."""
+    batches, epochs = counters["epoch_loop.batch_progress"], counters["epoch_progress"]
+    for each in (batches["total"], batches["current"]):
+        each["completed"] = each["processed"]
+    steps_behind = trainer.validating or epochs["current"]["processed"] < epochs["current"]["ready"]
+    if steps_behind and place in ("update", "epoch_end"):
+        counters["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+    for each in (epochs["total"], epochs["current"]):
+        each["processed"] = each["completed"] = each["ready"] if place == "epoch" else each["ready"] - 1
+    if place == "epoch":
+        batches["current"] = dict.fromkeys(batches["current"], 0)
+        batches["is_last_batch"] = False
+    if place == "validation":
+        validation = counters["epoch_loop.val_loop.batch_progress"]
+        begun = validation["total"]["completed"]
+        if trainer.validating:
+            begun -= validation["current"]["completed"]
+        # as if its first batch were under way, which has Lightning begin it again
+        validation["total"] = {
+            "ready": begun + 1,
+            "completed": begun,
+            "started": begun + 1,
+            "processed": begun,
+        }
+        validation["current"] = {"ready": 1, "completed": 0, "started": 1, "processed": 0}
+        validation["is_last_batch"] = False
+
+
+def _start_epoch(loop: Any) -> None:
+    """Have a restored fit loop begin its next epoch as it would have begun it without a restart."""
+    loop.epoch_loop.restarting = False
+    loop._resuming_from_checkpoint = False  # which has the loader begin now, after the random states are back
+    if loop._combined_loader_states_to_load:
+        loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
+        loop._combined_loader_states_to_load = []
+
+
+def _of_all_ranks(trainer: pl.Trainer, own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what every rank has, in their order."""
+    if trainer.world_size == 1:
+        return [own]
+    states: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(states, own)
+    return states
