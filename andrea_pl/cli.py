@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -15,15 +14,17 @@ import lightning.pytorch as pl
 import lightning.pytorch.strategies
 import torch
 import yaml
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 import andrea_pl.strategies
 from andrea_callbacks.console import RunReport, UpdateProgressBar
+from andrea_callbacks.events import RunEvent
+from andrea_pl.arguments import CLIP_STRATEGIES, TRUST_FLAG, TRUST_HELP, restrict
 from andrea_pl.block import read_block
 from andrea_pl.checkpoint import read_checkpoint
 from andrea_pl.data.module import TextDataModule
@@ -32,33 +33,18 @@ from andrea_pl.language import LanguageModule
 from andrea_pl.network import Sampling
 from andrea_pl.optim import build_extension
 from andrea_pl.optim.extension import canonical_target, load_extension
-from andrea_pl.strategies import ClipDDPStrategy, ClipModelParallelStrategy, ClipSingleDeviceStrategy
-from andrea_pl.update import NonFiniteError
-
-TRUSTED_IMPORTS = [
-    "andrea_callbacks",
-    "andrea_pl",
-    "lightning.fabric.plugins",
-    "lightning.pytorch.callbacks",
-    "lightning.pytorch.loggers",
-    "lightning.pytorch.plugins",
-    "lightning.pytorch.profilers",
-    "lightning.pytorch.strategies",
-    "torch.optim",
-]
-"""What a configuration file may name as a class."""
-
-TRUST_FLAG = "--trust_imports"
-TRUST_HELP = (
-    f"A configuration may name classes of {', '.join(TRUSTED_IMPORTS)}; {TRUST_FLAG} NAME on the command "
-    "line allows another module or package, NAME, as well."
+from andrea_pl.resuming import KEY as SETTINGS_KEY
+from andrea_pl.resuming import (
+    ONLY_THIS_CALL,
+    Continuation,
+    compare_settings,
+    continue_logs,
+    find_run,
+    requeued_run,
 )
-
-CLIP_STRATEGIES: dict[str, type[Strategy]] = {
-    each.strategy_name: each
-    for each in (ClipSingleDeviceStrategy, ClipDDPStrategy, ClipModelParallelStrategy)
-}
-"""The strategies that carry the clip hook, by the names they are registered under."""
+from andrea_pl.saving import DurableCheckpoint
+from andrea_pl.signals import StoppedBySignal
+from andrea_pl.update import NonFiniteError
 
 NO_CALLBACK = r" *- Problem with given class_path 'lightning.Callback':\n.*\n"
 """What the parser adds to the faults of any callback: that the base class would not do either."""
@@ -68,9 +54,6 @@ LIBRARY_REMEDY = "Add the import path to import_path_allowlist in set_parsing_se
 LIGHTNING_KEYWORDS = ("best", "last", "hpc", "registry")
 """What Lightning takes for a checkpoint besides a path."""
 
-REPLACED_WHOLE = {"data.sources": "[]", "data.curriculum.mixture": "null", "trainer.callbacks": "[]"}
-"""Keys whose later value has nothing of an earlier one, and what they are emptied by."""
-
 UNION_NOISE = re.compile(
     r"^ *(?:- )?(?:Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|Expected a "
     r"<class 'NoneType'>|Given value type: .*|Given value: (?:NestedArg|Namespace|\{).*)(?:\n|$)",
@@ -79,6 +62,9 @@ UNION_NOISE = re.compile(
 """What the parser says around the fault of a value that may also be null."""
 
 EXIT_ERROR = 1
+EXIT_NONFINITE = 3
+EXIT_STOPPED = 4
+EXIT_INTERRUPTED = 130
 
 
 class CommandTrainer(pl.Trainer):
@@ -93,6 +79,8 @@ class CommandTrainer(pl.Trainer):
         datamodule: pl.LightningDataModule | None = None,
         ckpt_path: str | None = None,
         init_from: str | None = None,
+        resume: str | None = None,
+        allow_drift: list[str] | None = None,
     ) -> None:
         """Train a model, preparing its text first where needed.
 
@@ -101,13 +89,19 @@ class CommandTrainer(pl.Trainer):
             train_dataloaders: Not used by the command.
             val_dataloaders: Not used by the command.
             datamodule: The text.
-            ckpt_path: Checkpoint to resume from: weights, optimizer, schedule and position in the text.
+            ckpt_path: Checkpoint to resume from: weights, optimizer, schedule, position in the text, random
+                states. The logs are those of a new run.
             init_from: Checkpoint to take the weights from, and nothing else, for fine-tuning.
+            resume: Go on with a run, in its own log folder, from its newest checkpoint that verifies: the
+                newest run where no folder follows.
+            allow_drift: A setting that may differ from the checkpoint's, which stops the run otherwise, with
+                all that is below it; may be given several times.
         """
+        del resume, allow_drift  # the command has acted on them
         if init_from is not None:
             _load_weights(cast(LanguageModule, model), init_from)
         _check_checkpoint(ckpt_path)
-        super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
+        super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only=True)
 
     @override
     def validate(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,37 +135,54 @@ class CommandTrainer(pl.Trainer):
 
 
 class KeepConfig(SaveConfigCallback):
-    """Saves configuration and tokenizer beside the logs; without a logger there is no such place.
+    """Saves configuration and tokenizer beside the logs, and the configuration in every checkpoint.
 
-    The tokenizer in the cache follows the text when that changes; the one here stays that of the run.
+    Options of the call alone, such as `ckpt_path`, are left out, so that what is saved can be run again. The
+    tokenizer in the cache follows the text when that changes; the one here stays that of the run. A run that
+    is gone on with keeps the files that it has.
     """
+
+    def __init__(self, parser: LightningArgumentParser, config: Any, *args: Any, **kwargs: Any) -> None:
+        config = config.clone()
+        for key in ONLY_THIS_CALL:
+            config.pop(key, None)
+        super().__init__(parser, config, *args, **kwargs)
+        dumped = parser.dump(config, skip_none=False, skip_validation=True)
+        self.settings: dict[str, Any] = yaml.safe_load(dumped)
+        """The configuration as plain values."""
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add the configuration."""
+        checkpoint[SETTINGS_KEY] = self.settings
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Save on the first call."""
         if not trainer.loggers:
             return
-        super().setup(trainer, pl_module, stage)
         folder = trainer.log_dir  # all ranks must ask
+        has_it = folder is not None and (Path(folder) / self.config_filename).exists()
+        if trainer.strategy.broadcast(has_it):
+            return
+        super().setup(trainer, pl_module, stage)
         tokenizer = cast(TextDataModule, cast(Any, trainer).datamodule).tokenizer
         if trainer.is_global_zero and tokenizer is not None and folder is not None:
             (Path(folder) / "tokenizer.json").write_text(tokenizer.definition, encoding="utf-8")
 
 
-class FinalCheckpoint(Callback):
-    """Saves the last update's weights where Lightning's own checkpoint, after validation, did not."""
+class StopReason(Callback):
+    """Notes the event by which a callback stopped the run."""
 
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save, unless this update has its checkpoint."""
-        saving = trainer.checkpoint_callback
-        folder = saving.dirpath if isinstance(saving, ModelCheckpoint) else None
-        if folder is None or not trainer.global_step:
-            return
-        wanted = f"step={trainer.global_step}.ckpt"
-        has_it = any(file.name.endswith(wanted) for file in Path(folder).glob("*.ckpt"))
-        if not trainer.strategy.broadcast(has_it):
-            trainer.save_checkpoint(Path(folder) / f"end-{wanted}")
+    event: RunEvent | None = None
+
+    def take_event(self, trainer: pl.Trainer, event: RunEvent) -> None:
+        """Keep an event that says so."""
+        del trainer
+        if event.details.get("stops"):
+            self.event = event
 
 
 class CommandParser(LightningArgumentParser):
@@ -202,6 +213,7 @@ class AndreaCLI(LightningCLI):
     """LightningCLI with a fixed model and data class; a checkpoint can slip nothing in."""
 
     def __init__(self, args: list[str]) -> None:
+        self.stop_reason = StopReason()
         super().__init__(
             LanguageModule,
             TextDataModule,
@@ -274,8 +286,9 @@ class AndreaCLI(LightningCLI):
         if not any(isinstance(each, RunReport) for each in given):
             added.append(RunReport())
         checkpoints = config.get("enable_checkpointing") is not False
-        if checkpoints and not any(isinstance(each, ModelCheckpoint) for each in given):
-            added.append(FinalCheckpoint())
+        if checkpoints and not any(isinstance(each, Checkpoint) for each in given):
+            added.append(DurableCheckpoint(monitor="val/loss"))
+        added.append(self.stop_reason)
         self.trainer_defaults["callbacks"] = added
         try:
             return super().instantiate_trainer(**kwargs)
@@ -293,15 +306,38 @@ class AndreaCLI(LightningCLI):
 
     @override
     def after_instantiate_classes(self) -> None:
-        """Prepare text with the tokenizer of the checkpoint that is continued, evaluated or fine-tuned."""
+        """Find the checkpoint that is used; compare its settings, prepare text with its tokenizer."""
         options = self.config_init[cast(str, self.subcommand)]
-        if options.get("ckpt_path") and options.get("init_from"):
-            raise UserError("give --ckpt_path to resume or --init_from to start from weights alone, not both")
+        given = [name for name in ("ckpt_path", "init_from", "resume") if options.get(name)]
+        if len(given) > 1:
+            raise UserError(
+                f"--{given[0]} and --{given[1]} are not given both: --resume goes on with a run in its own "
+                "folder, --ckpt_path resumes into a new one, --init_from starts from weights alone"
+            )
+        if self.subcommand == "fit":
+            run = self._find_run(options.get("resume"), is_free=not given)
+            if run is not None:
+                continue_logs(self.trainer, run)
+                options["ckpt_path"] = str(run.checkpoint.path)
         path = options.get("ckpt_path") or options.get("init_from")
-        if path and path not in LIGHTNING_KEYWORDS:
-            tokenizer = read_block(read_checkpoint(path), path).tokenizer
-            if tokenizer is not None:
-                cast(TextDataModule, self.datamodule).use_tokenizer(tokenizer)
+        if not path or path in LIGHTNING_KEYWORDS:
+            return
+        checkpoint = read_checkpoint(path, mmap="://" not in path)
+        block = read_block(checkpoint, path)
+        if self.subcommand == "fit" and options.get("ckpt_path"):
+            keeper = next(each for each in self._callbacks() if isinstance(each, KeepConfig))
+            compare_settings(checkpoint, keeper.settings, path, options.get("allow_drift") or [])
+        if block.tokenizer is not None:
+            cast(TextDataModule, self.datamodule).use_tokenizer(block.tokenizer)
+
+    def _find_run(self, given: str | None, is_free: bool) -> Continuation | None:
+        """Return the run that is gone on with: the one given, or that of a job which SLURM requeued."""
+        if given is None and is_free:
+            given = requeued_run(self.trainer)
+        return None if given is None else find_run(self.trainer, given)
+
+    def _callbacks(self) -> list[Callback]:
+        return cast("list[Callback]", cast(Any, self.trainer).callbacks)
 
     def before_fit(self) -> None:
         """Say how large the model is."""
@@ -451,19 +487,32 @@ def main(argv: list[str] | None = None) -> int:
         argv: Arguments without the program's name; those of the process when left out.
 
     Returns:
-        0, or 1 where the user has something to mend. Wrong usage raises SystemExit(2).
+        0; 1 where the user has something to mend; 3 where loss, gradients or weights were not finite; 4 where
+        a callback stopped the run; 128 and a signal's number where that did. Wrong usage raises
+        SystemExit(2).
     """
     arguments = sys.argv[1:] if argv is None else argv
     _quieten_lightning()
     try:
-        arguments = _restrict(arguments)
+        arguments = restrict(arguments)
         if arguments and arguments[0] in STANDALONE:
             STANDALONE[arguments[0]](arguments[1:])
-        else:
-            AndreaCLI(arguments)
-    except (UserError, NonFiniteError, MisconfigurationException, OSError, UnicodeError) as error:
+            return 0
+        stopped = AndreaCLI(arguments).stop_reason.event
+    except StoppedBySignal as stop:
+        print(f"andrea: {stop}; the same command with --resume goes on", file=sys.stderr)
+        return int(cast(int, stop.code))
+    except (NonFiniteError, UserError, MisconfigurationException, OSError, UnicodeError) as error:
         print(f"andrea: error: {error}", file=sys.stderr)
-        return EXIT_ERROR
+        return EXIT_NONFINITE if isinstance(error, NonFiniteError) else EXIT_ERROR
+    except (KeyboardInterrupt, SystemExit) as end:
+        if not isinstance(end, KeyboardInterrupt) and not isinstance(end.__context__, KeyboardInterrupt):
+            raise
+        print("andrea: interrupted before the first update; there is nothing to save", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    if stopped is not None:
+        print(f"andrea: stopped by {stopped.kind}: {stopped.message}", file=sys.stderr)
+        return EXIT_STOPPED
     return 0
 
 
@@ -478,118 +527,6 @@ def _quieten_lightning() -> None:
         "`isinstance",  # Lightning 2.6 on a newer torch
     ):
         warnings.filterwarnings("ignore", message=message)
-
-
-def _check_configuration(path: Path) -> None:
-    """Name a configuration file that holds nothing or no text; the parser's own words name no file."""
-    try:
-        if not path.read_text(encoding="utf-8").strip():
-            raise UserError(f"{path}: an empty configuration; start from one of the shipped configs")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: not UTF-8 (byte {error.start}); convert the file, with iconv say"
-        ) from error
-
-
-def _restrict(arguments: list[str]) -> list[str]:
-    """Close what a configuration file could reach; take the names that the user trusts."""
-    kept: list[str] = []
-    trusted: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        if argument == TRUST_FLAG:
-            name = next(rest, None)
-            if name is None:
-                raise UserError(f"{TRUST_FLAG} needs the name of a module or package")
-            trusted.append(name)
-        elif argument.startswith(f"{TRUST_FLAG}="):
-            trusted.append(argument.partition("=")[2])
-        else:
-            kept.append(argument)
-    for before, argument in pairwise(["", *kept]):
-        path = argument.partition("=")[2] if argument.startswith("--config=") else argument
-        if (before in ("-c", "--config") or path != argument) and Path(path).is_file():
-            _check_configuration(Path(path))
-    kept = _name_strategy_class(_replace_whole(kept))
-    set_parsing_settings(config_read_mode_urls_enabled=False, config_read_mode_fsspec_enabled=False)
-    try:
-        set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=[*TRUSTED_IMPORTS, *trusted])
-    except ValueError as error:
-        raise UserError(f"{TRUST_FLAG}: {error}") from error
-    return kept
-
-
-def _replace_whole(arguments: list[str]) -> list[str]:
-    """Have a later value replace an earlier one where the parser would mix both: lists item by item, say."""
-    replaced: list[str] = []
-    given: set[str] = set()
-    for place, argument in enumerate(arguments):
-        flag, _, value = argument.partition("=")
-        following = arguments[place + 1] if place + 1 < len(arguments) else ""
-        content: Any = _read_configuration(value or following) if flag in ("-c", "--config") else None
-        for key, nothing in REPLACED_WHOLE.items():
-            if flag == f"--{key}" or _has(content, key):
-                if key in given:
-                    replaced.append(f"--{key}={nothing}")
-                given.add(key)
-        replaced.append(argument)
-    return replaced
-
-
-def _has(content: Any, key: str) -> bool:
-    """Say whether nested mappings have a dotted key; options of a class alone, without its path, are none."""
-    for part in key.split("."):
-        if not isinstance(content, dict) or part not in content:
-            return False
-        content = cast("dict[str, Any]", content)[part]
-    return not isinstance(content, dict) or "class_path" in content
-
-
-def _read_configuration(path: str) -> Any:
-    """Return what a configuration file holds, nothing where the parser will find fault with it."""
-    if not Path(path).is_file():
-        return {}
-    try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
-        return {}
-
-
-def _name_strategy_class(arguments: list[str]) -> list[str]:
-    """Write the class where one of our strategies is named and the command line gives it options."""
-    flag = "--trainer.strategy"
-    options = [place for place, argument in enumerate(arguments) if argument.startswith(f"{flag}.")]
-    if not options:
-        return arguments
-    named: list[str] = []
-    name: str | None = None
-    for before, argument in pairwise(["", *arguments]):
-        is_name = argument.startswith(f"{flag}=") or before == flag
-        name = argument.removeprefix(f"{flag}=") if is_name else name
-        named.append(argument.replace(name, _class_path(name)) if is_name and name else argument)
-    if name is None:
-        name = _configured_strategy(arguments)
-        if name in CLIP_STRATEGIES:
-            named.insert(options[0], f"{flag}={_class_path(name)}")
-    return named
-
-
-def _class_path(name: str) -> str:
-    found = CLIP_STRATEGIES.get(name)
-    return name if found is None else f"{found.__module__}.{found.__qualname__}"
-
-
-def _configured_strategy(arguments: list[str]) -> str | None:
-    """Return the strategy that the last configuration file names, if any names one."""
-    name: str | None = None
-    for before, argument in pairwise(["", *arguments]):
-        path = argument.partition("=")[2] if argument.startswith("--config=") else argument
-        if before in ("-c", "--config") or path != argument:
-            content = _read_configuration(path)
-            trainer = cast("dict[str, Any]", content).get("trainer") if isinstance(content, dict) else None
-            named = cast("dict[str, Any]", trainer).get("strategy") if isinstance(trainer, dict) else None
-            name = named if isinstance(named, str) else name
-    return name
 
 
 def _named_strategy(name: Any) -> Strategy | None:

@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -90,6 +91,8 @@ class LanguageModule(TokenWeightedModule):
         self._lr_floor = lr_floor
         self._label_smoothing = label_smoothing
         self._total_updates: int | None = None
+        self._built_with: list[dict[str, Any]] = []
+        self._restored_options: list[dict[str, Any]] | None = None
         self._bytes_per_token: Tensor | None = None
         self._source_names: list[str] = []
 
@@ -198,6 +201,7 @@ class LanguageModule(TokenWeightedModule):
             optimizer: Optimizer = build_optimizer(self.network, self._lr, self._weight_decay, self._betas)
         else:
             optimizer = self._build_named_optimizer(self._optimizer)
+        self._built_with = [_options(group) for group in optimizer.param_groups]
         if self._schedule == "constant":
             return optimizer
         if self._schedule == "cosine":
@@ -224,10 +228,36 @@ class LanguageModule(TokenWeightedModule):
     def on_train_start(self) -> None:
         """Learn how long the run is, now that loops and loaders are restored."""
         super().on_train_start()
+        self._apply_changed_options()
         if self._schedule == "cosine":
             self._total_updates = self._count_updates()
             check_schedule(self._total_updates, self._warmup_updates, self._lr_floor)
             self._refresh_lr()
+
+    def _apply_changed_options(self) -> None:
+        """Set the optimizer's options that this module was built with and the checkpoint's was not.
+
+        What a checkpoint restores are its own values, of which a callback may have changed some.
+        """
+        before, self._restored_options = self._restored_options, None
+        for number, (there, here) in enumerate(zip(before or [], self._built_with, strict=False)):
+            group = self.trainer.optimizers[0].param_groups[number]
+            changed = {name: here[name] for name in here if name in there and here[name] != there[name]}
+            for name, value in changed.items():
+                if name == "lr":
+                    self._change_lr(number, there["lr"], value)
+                else:
+                    group[name] = tuple(cast("list[Any]", value)) if isinstance(value, list) else value
+                rank_zero_info(f"optimizer, group {number}: {name} is {value}, and was {there[name]}")
+
+    def _change_lr(self, number: int, before: float, now: float) -> None:
+        """Scale the rate of a group, in its optimizer and in the schedule."""
+        group = self.trainer.optimizers[0].param_groups[number]
+        group["lr"] = group["lr"] * now / before if before else now
+        if "initial_lr" in group:
+            group["initial_lr"] = now
+        for config in self.trainer.lr_scheduler_configs:
+            cast(LRScheduler, config.scheduler).base_lrs[number] = now
 
     def _refresh_lr(self) -> None:
         """Set the next update's rate by this run's length: a checkpoint has that of the run that wrote it."""
@@ -400,12 +430,14 @@ class LanguageModule(TokenWeightedModule):
         """Add the block from which `load_from_checkpoint` and `andrea generate` rebuild the model."""
         super().on_save_checkpoint(checkpoint)
         checkpoint[KEY] = ModelBlock(network=self.network.config, tokenizer=self.tokenizer).to_dict()
+        checkpoint["andrea_optimizer"] = self._built_with
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Stop where the checkpoint is of another model than this one."""
         super().on_load_checkpoint(checkpoint)
         self.check_block(read_block(checkpoint))
+        self._restored_options = checkpoint.get("andrea_optimizer")
 
     def check_block(self, block: ModelBlock) -> None:
         """Raise `UserError`, naming both values, where a checkpoint's shape or tokenizer differs."""
@@ -445,6 +477,15 @@ class LanguageModule(TokenWeightedModule):
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"])
         return module if map_location is None else module.to(map_location)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's options for a group, those that are numbers, words or tuples of them."""
+    return {
+        name: list(cast("tuple[Any, ...]", value)) if isinstance(value, tuple) else value
+        for name, value in group.items()
+        if name not in ("params", "initial_lr") and isinstance(value, (bool, int, float, str, tuple))
+    }
 
 
 def _decisive(config: TransformerConfig) -> dict[str, Any]:

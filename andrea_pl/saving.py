@@ -346,7 +346,7 @@ class DurableCheckpoint(Checkpoint):
             old = self._ranked()[self.keep_best :]
             self.best = {each: self.best[each] for each in self.best if each not in old}
         path = _joined(self.dirpath, name)
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         self.last_path = path
         self._saved = update
         self._is_due = False

@@ -14,6 +14,7 @@ collect_ignore = [  # run in processes of their own
     "system/two_ranks.py",
     "system/watched_ranks.py",
     "system/steady_memory.py",
+    "system/killed.py",
     "kernels/builds.py",
     "kernels/checks.py",
     "kernels/mutants.py",

@@ -1,6 +1,7 @@
 """The loader that builds windows itself: sized, lazy, resumable at any window, sharded over the ranks."""
 
 import hashlib
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -194,7 +195,18 @@ def build_loader(
         pin_memory=pin_memory,
         collate_fn=_as_it_is,
         generator=torch.Generator(),
+        worker_init_fn=_leave_signals_to_the_run if num_workers else None,
     )
+
+
+def _leave_signals_to_the_run(worker: int) -> None:
+    """Let a signal that is sent to all processes of a run end the workers when the run does, and not before.
+
+    SIGTERM ends a worker when it comes once more, as from a loader that wants to be rid of it.
+    """
+    del worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda signum, _: signal.signal(signum, signal.SIG_DFL) and None)
 
 
 def _as_it_is(item: Any) -> Any:

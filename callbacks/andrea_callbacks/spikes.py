@@ -93,6 +93,8 @@ class SpikeForensics(WindowCallback):
         max_reports: Most reports in any `per_updates` updates; further spikes are counted and told to other
             callbacks.
         per_updates: See `max_reports`.
+        stop_after: Spikes in a row that stop the run after the update, as `trainer.should_stop` does; never
+            when left out.
         wait: On an accelerator, wait for every norm.
         replay: Takes module and micro-batch and returns losses, (B,) or 0-d, with their graph; up to a factor
             common to all micro-batches, their sum must be what was trained on.
@@ -117,6 +119,7 @@ class SpikeForensics(WindowCallback):
         patience: int = 25,
         max_reports: int = 3,
         per_updates: int = 1000,
+        stop_after: int | None = None,
         wait: bool = False,
         replay: ReplayFunction | None = None,
         decode: DecodeFunction | None = None,
@@ -137,6 +140,9 @@ class SpikeForensics(WindowCallback):
             raise ValueError(f"SpikeForensics: max_reports must be at least 0, got {max_reports}")
         if per_updates < 1:
             raise ValueError(f"SpikeForensics: per_updates must be at least 1, got {per_updates}")
+        if stop_after is not None and stop_after < 1:
+            raise ValueError(f"SpikeForensics: stop_after must be at least 1, got {stop_after}")
+        self.stop_after = stop_after
         self.ratio = ratio
         self.loss_ratio = loss_ratio
         self.max_reports = max_reports
@@ -152,6 +158,8 @@ class SpikeForensics(WindowCallback):
         """Forget an earlier fit."""
         self.spikes: int = 0
         """Spikes so far."""
+        self.in_a_row: int = 0
+        """Spikes in a row."""
         self._detectors: dict[str, SpikeDetector] = {}
         self._mixtures = MixtureTracker()
         self._reported: list[int] = []
@@ -208,6 +216,7 @@ class SpikeForensics(WindowCallback):
             "mixture": dict(self._mixtures.mean),
             "reported": list(self._reported),
             "spikes": self.spikes,
+            "in_a_row": self.in_a_row,
         }
 
     @override
@@ -219,6 +228,7 @@ class SpikeForensics(WindowCallback):
         self._mixtures.mean = dict(state_dict["mixture"])
         self._reported = list(state_dict["reported"])
         self.spikes = state_dict["spikes"]
+        self.in_a_row = state_dict.get("in_a_row", 0)
 
     def _figures(self, trainer: pl.Trainer, optimizer: Optimizer) -> Tensor:
         """Return norm, loss and the tokens of each source, alike on all ranks."""
@@ -267,10 +277,12 @@ class SpikeForensics(WindowCallback):
         for name, value in figures.items():
             verdicts[name] = self._detector(f"{waiting.place}/{name}").judge(value, of)
         if not any(verdict.is_spike for verdict in verdicts.values()):
+            self.in_a_row = 0
             for name, value in figures.items():
                 self._detector(f"{waiting.place}/{name}").take_in(value, of)
         else:
             self.spikes += 1
+            self.in_a_row += 1
             self._report(trainer, pl_module, waiting, is_before, figures, verdicts, of)
             self._follow_level(trainer, waiting, verdicts)
         self.record(trainer, waiting.update, {"train/spikes": self.spikes})
@@ -318,8 +330,13 @@ class SpikeForensics(WindowCallback):
         if len(recent) < self.max_reports:
             self._reported = [*recent, update]
             line += self._write(trainer, pl_module, waiting, is_before, figures["norm"], report, line)
+        stops = self.stop_after is not None and self.in_a_row >= self.stop_after
+        if stops:
+            line += f"; {self.in_a_row} spikes in a row: the run stops"
+            trainer.should_stop = True
         rank_zero_info(line)
         details = {key: report[key] for key in report if key not in ("kind", "update", "sequences")}
+        details["stops"] = stops
         publish_event(trainer, RunEvent(kind="spike", update=update, message=line, details=details))
 
     def _write(
