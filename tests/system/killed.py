@@ -1,6 +1,6 @@
 """Trains in children that are killed, each going on from the newest checkpoint; run it to have a long one.
 
-    python tests/system/killed.py --updates 3000 --every 20 --validate 50 --kill 200
+    PYTHONPATH=tests:tests/callbacks python tests/system/killed.py --updates 3000 --every 20 --kill 200
 
 It ends with the weights of a run that nobody kills, which it makes too. Every kill is followed by a look at
 the folder: no file is torn, the newest loads, no more than what was saved last is lost.
@@ -19,8 +19,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "callbacks")]
 
 import lightning.pytorch as pl
 import torch
@@ -86,12 +84,12 @@ def forbid_crossing_folders() -> None:
 
 
 def in_a_child(
-    act: Callable[[int], None], until: Callable[[list[str]], bool]
+    act: Callable[[int], int | None], until: Callable[[list[str]], bool], signum: int = signal.SIGKILL
 ) -> tuple[list[str], int | None]:
-    """Run `act` in a fork, and kill it when `until` says so of the lines that it wrote.
+    """Run `act` in a fork, and signal it once when `until` says so of the lines that it wrote.
 
     Returns:
-        The lines, and the exit code of a child that ended by itself, None of one that was killed.
+        The lines, and the exit code, None of a child that was killed.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -99,8 +97,7 @@ def in_a_child(
         os.close(reading)
         code = 1
         try:
-            act(writing)
-            code = 0
+            code = act(writing) or 0
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", file=sys.__stderr__)
         finally:
@@ -110,6 +107,7 @@ def in_a_child(
     lines: list[str] = []
     rest = b""
     ended: int | None = None
+    is_told = False
     while True:
         with contextlib.suppress(BlockingIOError):
             rest += os.read(reading, 1 << 16)
@@ -119,10 +117,12 @@ def in_a_child(
         if pid:
             ended = os.waitstatus_to_exitcode(status)
             break
-        if until(lines):
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            break
+        if not is_told and until(lines):
+            is_told = True
+            os.kill(child, signum)
+            if signum == signal.SIGKILL:
+                os.waitpid(child, 0)
+                break
         time.sleep(0.0005)
     with contextlib.suppress(BlockingIOError):
         rest += os.read(reading, 1 << 16)
@@ -195,9 +195,7 @@ def main() -> None:
         folder.mkdir()
         kills = disturbed(folder, options.updates, options.every, options.validate, kill)
         compare(folder, options.updates, options.every, options.validate)
-    print(
-        f"{options.updates} updates through {kills} kills: everything equal to the undisturbed run, bit for bit"
-    )
+    print(f"{options.updates} updates through {kills} kills: bit for bit the undisturbed run")
 
 
 if __name__ == "__main__":

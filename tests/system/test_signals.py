@@ -1,0 +1,244 @@
+"""What ends a run, by the command: signals at random moments, SLURM, exit codes, one run a folder."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from andrea_pl.checkpoint import newest_valid
+from commands import andrea
+from test_command import TINY, log_folder, scalars, tiny
+from test_resume import difference
+
+pytestmark = pytest.mark.system
+assert tiny  # a fixture
+
+SCRIPT = """
+import io, os, random, signal, statistics, sys, time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+import andrea_pl.cli
+import killed
+from andrea_pl.checkpoint import newest_valid
+from killed import in_a_child
+
+def andrea(arguments, pipe=None, pace=0.0):
+    "Be the command in this process, telling a pipe of every update."
+    if pipe is not None:
+        def tell(self, trainer, *_):
+            os.write(pipe, f"done {{trainer.global_step}}\\n".encode())
+            time.sleep(pace)
+        andrea_pl.cli.StopReason.on_train_batch_end = tell
+    said = io.StringIO()
+    with redirect_stderr(said), redirect_stdout(said):
+        code = andrea_pl.cli.main(arguments)
+    if pipe is not None:
+        lines = [f"said {{each}}" for each in said.getvalue().splitlines()[-99:]]
+        os.write(pipe, "\\n".join([*lines, ""]).encode())
+    return code
+
+def fit(*options, pipe=None, pace=0.0):
+    return andrea(["fit", "--config", sys.argv[1], *options], pipe, pace)
+
+def never(lines):
+    return False
+
+{body}
+"""
+
+
+def run(body: str, *arguments: str, **environment: str) -> str:
+    """Run a script that forks commands, and return what it prints."""
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(body=body), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+@pytest.fixture
+def steady(tiny: Path) -> Path:
+    """Return a configuration with dropout, several epochs and validations within them."""
+    config: dict[str, Any] = yaml.safe_load(tiny.read_text())
+    config["trainer"] |= {
+        "max_steps": 180,
+        "val_check_interval": 20,
+        "limit_val_batches": 1,
+        "callbacks": [{"class_path": "andrea_callbacks.RunJournal"}, "andrea_callbacks.SpikeForensics"],
+    }
+    config["model"]["network"]["dropout"] = 0.1
+    config["data"]["num_workers"] = 0
+    tiny.write_text(yaml.safe_dump(config))
+    return tiny
+
+
+def test_signals_at_random_moments(steady: Path) -> None:
+    """Twenty times, in one run: the exit code is right, all is saved within 10 s, and the end is exact."""
+    body = """
+draw = random.Random(7)
+seconds = []
+for number in range(20):
+    signum = (signal.SIGTERM, signal.SIGINT)[number % 2]
+    wait, began, sent = draw.uniform(0.0, 0.06), [], []
+
+    def until(lines):
+        if not began and any(each.startswith("done") for each in lines):
+            began.append(time.monotonic())
+        if began and time.monotonic() - began[0] > wait:
+            sent.append(time.monotonic())
+            return True
+        return False
+
+    resume = ["--resume"] if number else []
+    lines, code = in_a_child(lambda pipe: fit(*resume, pipe=pipe, pace=0.002), until, signum)
+    seconds.append(time.monotonic() - sent[0])
+    assert code == 128 + signum, (code, lines[-5:])
+    update = killed.last(lines, "done")
+    words = f"said andrea: {signum.name} after update {update}; saved in "
+    told = [each for each in lines if each.startswith(words)]
+    assert told and "--resume goes on" in told[0], lines[-5:]
+    assert newest_valid("lightning_logs/version_0/checkpoints").update == update
+assert update < 180, update
+lines, code = in_a_child(lambda pipe: fit("--resume", pipe=pipe), never)
+assert code == 0, lines[-5:]
+print(f"{statistics.median(seconds):.3f} {max(seconds):.3f}")
+"""
+    median, longest = map(float, run(body, str(steady)).split())
+    print(f"seconds from signal to end: median {median}, longest {longest}")
+    assert longest < 10
+    assert not Path("lightning_logs/version_1").exists()
+    stopped = Path("lightning_logs/version_0")
+    straight = log_folder(andrea("fit", "--config", str(steady)))
+    ends = [
+        torch.load(newest_valid(folder / "checkpoints").path, weights_only=True)
+        for folder in (stopped, straight)
+    ]
+    assert difference(*ends) is None
+    ours, theirs = (
+        {tag: rows for tag, rows in scalars(folder).items() if not tag.startswith("throughput/")}
+        for folder in (stopped, straight)
+    )
+    assert ours == theirs  # every step once, in one folder
+
+
+def test_a_second_signal_ends_at_once(steady: Path) -> None:
+    body = """
+def act(pipe):
+    import andrea_pl.saving
+    def save(self, *_):
+        os.write(pipe, b"done 99\\n")
+        time.sleep(60)
+    andrea_pl.saving.DurableCheckpoint._save = save
+    andrea_pl.cli.StopReason.on_train_batch_start = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+    return fit()
+
+began = time.monotonic()
+lines, code = in_a_child(act, lambda lines: "done 99" in lines, signal.SIGTERM)
+assert code == 143, code
+assert time.monotonic() - began < 30
+"""
+    run(body, str(steady))
+
+
+def test_interrupted_before_the_first_update(steady: Path) -> None:
+    """130, and nothing to go on with."""
+    body = """
+import andrea_pl.data.module
+
+def act(pipe):
+    andrea_pl.data.module.prepare = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+    return fit(pipe=pipe)
+
+lines, code = in_a_child(act, never)
+assert code == 130, (code, lines)
+assert any("nothing to save" in each for each in lines), lines
+"""
+    run(body, str(steady))
+
+
+SLURM = {
+    "SLURM_NTASKS": "1",
+    "SLURM_JOB_NAME": "pretraining",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NODELIST": "localhost",
+}
+
+
+def test_slurm_requeues(steady: Path) -> None:
+    """SIGUSR1: the update is finished and saved, the job requeued; when it comes again it goes on."""
+    Path("bin").mkdir()
+    control = Path("bin/scontrol")
+    control.write_text('#!/bin/sh\necho "$@" >> requeued\n')
+    control.chmod(0o755)
+    body = """
+lines, code = in_a_child(
+    lambda pipe: fit(pipe=pipe, pace=0.002), lambda lines: len(lines) > 3, signal.SIGUSR1
+)
+assert code == 128 + signal.SIGUSR1, (code, lines[-5:])
+print(killed.last(lines, "done"))
+"""
+    path = f"{Path('bin').absolute()}{os.pathsep}{os.environ['PATH']}"
+    update = int(run(body, str(steady), PATH=path, **SLURM))
+    assert Path("requeued").read_text() == "requeue 4711\n"
+    other = andrea("fit", "--config", str(steady), "--trainer.max_steps", "2")
+    assert log_folder(other).name == "version_4712"
+    again = andrea("fit", "--config", str(steady), **SLURM, SLURM_RESTART_COUNT="1", PATH=path)
+    assert again.returncode == 0, again.stderr
+    assert f"resuming after update {update}" in again.stderr
+    steps = [step for step, _ in scalars(Path("lightning_logs/version_4711"))["train/loss"]]
+    assert steps == list(range(1, 181))
+
+
+def test_what_stops_a_run_decides_the_exit_code(tiny: Path) -> None:
+    """3 for a loss that is not finite, 4 where a callback stops the run."""
+    infinite = andrea("fit", "--config", str(tiny), "--model.lr", "1e38")
+    assert infinite.returncode == 3
+    assert "is not finite" in infinite.stderr
+    assert "Traceback" not in infinite.stderr
+    config = yaml.safe_load(TINY.format(path="text.jsonl"))
+    gate = {"every": 1, "start": 0, "patience": 1, "threshold": 99, "action": "stop"}
+    config["trainer"]["callbacks"] = [
+        {"class_path": "andrea_callbacks.CoherenceGate", "init_args": gate},
+        {"class_path": "andrea_callbacks.RunJournal"},
+    ]
+    tiny.write_text(yaml.safe_dump(config))
+    incoherent = andrea("fit", "--config", str(tiny))
+    assert incoherent.returncode == 4
+    assert "andrea: stopped by coherence: update 1: " in incoherent.stderr
+    saved = newest_valid(log_folder(incoherent) / "checkpoints")
+    assert saved.update == 1
+
+
+def test_one_run_a_folder(steady: Path) -> None:
+    """A second one is refused while the first is at it, and names it; a killed one is taken over."""
+    body = """
+def refused(lines):
+    if len(lines) < 2:
+        return False
+    second, code = in_a_child(lambda pipe: fit("--trainer.logger=false", pipe=pipe), never)
+    assert code == 1, code
+    assert any("being written by another run (process " in each for each in second), second
+    return True
+
+lines, code = in_a_child(lambda pipe: fit("--trainer.logger=false", pipe=pipe, pace=0.05), refused)
+assert code is None
+short = ["--trainer.logger=false", "--trainer.max_steps=2"]
+third, code = in_a_child(lambda pipe: fit(*short, pipe=pipe), never)
+assert code == 0, third[-5:]
+"""
+    run(body, str(steady))
+    assert json.loads(Path("checkpoints/.lock").read_text())["process"]
