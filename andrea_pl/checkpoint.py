@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,13 +24,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from andrea_callbacks.durable import remove_temporaries, replace_durably, write_all
+from andrea_callbacks.durable import checksum, remove_temporaries, replace_durably, write_all
 from andrea_pl.errors import UserError
 
 SUFFIX = ".ckpt"
 MANIFEST_SUFFIX = ".json"
 FORMAT_VERSION = 1
-CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +92,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
         try:
             local.parent.mkdir(parents=True, exist_ok=True)
+            _move_folder_aside(local)
             replace_durably(local, write, announce)
         except OSError as error:
             raise _writing_error(local, stream.size, checkpoint, error) from error
@@ -290,11 +291,7 @@ def _checksum(path: Path) -> str:
     status = path.stat()
     key = (str(path.absolute()), status.st_ino, status.st_size, status.st_mtime_ns)
     if key not in _verified:
-        digest = hashlib.sha256()
-        with path.open("rb", buffering=0) as file:
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
-        _verified[key] = digest.hexdigest()
+        _verified[key] = checksum(path)
     return _verified[key]
 
 
@@ -325,6 +322,16 @@ def _refuse_missing(path: Path) -> None:
     raise UserError(f"{path}: no such checkpoint file; give a {SUFFIX} that andrea fit wrote{hint}")
 
 
+def _move_folder_aside(path: Path) -> None:
+    """Give a folder that lies where a file is to be written another name."""
+    if path.is_dir():
+        aside = next(
+            each for number in count(1) if not (each := path.with_name(f"{path.name}-{number}")).exists()
+        )
+        path.rename(aside)
+        rank_zero_warn(f"{path} was a folder, where a checkpoint is to be written; it is {aside} now")
+
+
 def _writing_error(path: Path, written: int, checkpoint: Mapping[str, Any], error: OSError) -> UserError:
     size = sum(_storages(checkpoint).values())
     kept = "; what was there before is as it was" if path.exists() else ""
@@ -333,7 +340,10 @@ def _writing_error(path: Path, written: int, checkpoint: Mapping[str, Any], erro
         reason += "; free some space, or have checkpoints written elsewhere (dirpath)"
     elif written == 0:
         reason += "; check the folder and its permissions"
-    return UserError(f"{path} could not be written, {written:,} of some {size:,} bytes were: {reason}{kept}")
+    return UserError(
+        f"{path} could not be written: {reason}. {written:,} bytes were, of a checkpoint whose tensors take "
+        f"{size:,}{kept}"
+    )
 
 
 def _storages(value: Any) -> dict[int, int]:

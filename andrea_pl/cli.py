@@ -29,6 +29,7 @@ from andrea_pl.block import read_block
 from andrea_pl.checkpoint import read_checkpoint
 from andrea_pl.data.module import TextDataModule
 from andrea_pl.errors import UserError
+from andrea_pl.export import export_model
 from andrea_pl.language import LanguageModule
 from andrea_pl.network import Sampling
 from andrea_pl.optim import build_extension
@@ -307,6 +308,7 @@ class AndreaCLI(LightningCLI):
     @override
     def after_instantiate_classes(self) -> None:
         """Find the checkpoint that is used; compare its settings, prepare text with its tokenizer."""
+        _refuse_climbing_loggers(self.trainer)
         options = self.config_init[cast(str, self.subcommand)]
         given = [name for name in ("ckpt_path", "init_from", "resume") if options.get(name)]
         if len(given) > 1:
@@ -456,6 +458,10 @@ def _add_generate_arguments(parser: ArgumentParser) -> None:
     parser.add_function_arguments(generate_text)
 
 
+def _add_export_arguments(parser: ArgumentParser) -> None:
+    parser.add_function_arguments(export_model)
+
+
 def _add_architectures(parser: ArgumentParser) -> None:
     told = "CUDA architectures, such as sm_90; the part for CPUs is built in any case."
     parser.add_argument("architectures", nargs="*", type=str, default=[], help=told)
@@ -469,6 +475,12 @@ STANDALONE = {
             description="Continue a prompt with a checkpoint.",
             run=generate_text,
             add_arguments=_add_generate_arguments,
+        ),
+        StandaloneCommand(
+            name="export",
+            description="Write a checkpoint's model and tokenizer for Hugging Face's transformers.",
+            run=export_model,
+            add_arguments=_add_export_arguments,
         ),
         StandaloneCommand(
             name="build-extension",
@@ -544,6 +556,15 @@ def _named_strategy(name: Any) -> Strategy | None:
                     f"trainer.strategy: {name} needs options, or is none by itself: {error}"
                 ) from error
     return None
+
+
+def _refuse_climbing_loggers(trainer: pl.Trainer) -> None:
+    """Refuse a logger whose name or version leads out of its folder."""
+    for logger in trainer.loggers:
+        for key in ("name", "version"):
+            value = str(getattr(logger, f"_{key}", None) or "")
+            if ".." in Path(value).parts or Path(value).is_absolute():
+                raise UserError(f"trainer.logger: {key} {value!r} leads out of its save_dir; set save_dir")
 
 
 def _load_weights(module: LanguageModule, path: str) -> None:

@@ -20,12 +20,13 @@ class FolderLock:
 
     Args:
         folder: An existing folder.
+        logs: The run's log folder, for a resume to find it again.
 
     Raises:
         UserError: If another run holds it; the message names process and machine.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, logs: str | None = None) -> None:
         import fcntl  # not on Windows
 
         self.path = folder / LOCK_NAME
@@ -50,6 +51,7 @@ class FolderLock:
             "machine": socket.gethostname(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
             "job": os.environ.get("SLURM_JOB_ID"),
+            "logs": logs,
         }
         file.truncate(0)
         file.write(json.dumps(holder) + "\n")

@@ -26,6 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from andrea_callbacks.resume import ExactResume, awaits_validation, ends_epoch
+from andrea_callbacks.scalars import refuse_climbing
 from andrea_pl.checkpoint import SUFFIX, DurableCheckpointIO, sweep
 from andrea_pl.errors import UserError
 from andrea_pl.lock import FolderLock
@@ -74,6 +75,7 @@ class DurableCheckpoint(Checkpoint):
         name: str | None = None,
     ) -> None:
         super().__init__()
+        refuse_climbing(type(self).__name__, name)
         if every is not None and every < 1:
             raise UserError(f"DurableCheckpoint: every must be at least 1 update, got {every}")
         if minutes is not None and not minutes > 0:
@@ -138,6 +140,7 @@ class DurableCheckpoint(Checkpoint):
         self._forget()
         self.best = {}
         self.dirpath = str(trainer.strategy.broadcast(self._resolve(trainer)))
+        logs = trainer.log_dir if trainer.loggers else None  # all ranks must ask
         others = [each for each in cast(Any, trainer).callbacks if isinstance(each, DurableCheckpoint)]
         for each in others:
             if each is not self and each.dirpath == self.dirpath:
@@ -153,7 +156,7 @@ class DurableCheckpoint(Checkpoint):
                 "there"
             )
         elif trainer.is_global_zero:
-            self._take_folder(Path(self.dirpath))
+            self._take_folder(Path(self.dirpath), logs)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -262,7 +265,7 @@ class DurableCheckpoint(Checkpoint):
         folder = os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)  # noqa: PTH118
         return _joined(folder, "checkpoints")
 
-    def _take_folder(self, folder: Path) -> None:
+    def _take_folder(self, folder: Path, logs: str | None) -> None:
         """Lock and sweep the folder; a write is tried, so that one that cannot be is known now."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -274,7 +277,7 @@ class DurableCheckpoint(Checkpoint):
                 f"{folder}: checkpoints cannot be written there ({error.strerror or error}); give another "
                 "dirpath, or mend its permissions"
             ) from error
-        self._lock = FolderLock(folder)
+        self._lock = FolderLock(folder, logs)
         swept = sweep(folder)
         if swept:
             rank_zero_info(

@@ -115,6 +115,14 @@ class TestWriting:
             loaded = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
             assert torch.equal(loaded["state_dict"]["w"], checkpoint(3)["state_dict"]["w"])
 
+    def test_a_folder_in_its_place_is_moved(self, tmp_path: Path) -> None:
+        (tmp_path / "a.ckpt").mkdir()
+        (tmp_path / "a.ckpt" / "mine").touch()
+        with pytest.warns(UserWarning, match=r"a\.ckpt was a folder"):
+            DurableCheckpointIO().save_checkpoint(checkpoint(1), tmp_path / "a.ckpt")
+        assert (tmp_path / "a.ckpt-1" / "mine").exists()
+        assert newest_valid(tmp_path).update == 1
+
     def test_removal_takes_the_manifest_along(self, folder: Path) -> None:
         DurableCheckpointIO().remove_checkpoint(str(folder / "update-000030.ckpt"))
         assert sorted(each.name for each in folder.iterdir()) == [
@@ -138,14 +146,14 @@ class TestWriting:
             [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=False
         )
         assert result.returncode == 1
-        assert f"{path} could not be written, " in result.stderr
-        assert "of some 4,000,000 bytes" in result.stderr
+        assert f"{path} could not be written: File too large; free some space" in result.stderr
+        assert "bytes were, of a checkpoint whose tensors take 4,000,000; " in result.stderr
         assert "what was there before is as it was" in result.stderr
         assert {each.name: each.read_bytes() for each in folder.iterdir()} == before
 
     @pytest.mark.parametrize("place", ["/proc/andrea/a.ckpt", "/dev/null/a.ckpt"])
     def test_a_folder_that_cannot_be_written(self, place: str) -> None:
-        with pytest.raises(UserError, match=rf"{place} could not be written, 0 of some 4,000 bytes"):
+        with pytest.raises(UserError, match=rf"{place} could not be written: .*\. 0 bytes were"):
             DurableCheckpointIO().save_checkpoint(checkpoint(1), place)
 
     def test_another_file_system_is_lightnings(self) -> None:

@@ -715,6 +715,7 @@ class TestRefusals:
             Tuner(build_trainer()).lr_find(ToyU(), ListLoader([window(A)]))
 
     def test_fsdp1(self) -> None:
+        """Lightning#19626, #20138."""
         module = ToyU()
         trainer = build_trainer()
         trainer.strategy.__class__ = FSDPStrategy

@@ -223,6 +223,7 @@ def _why_stale(folder: Path, source: TextSource, tokenizer: TextTokenizer | None
     if not folder.exists():
         return "not prepared yet"
     try:
+        TokenStore.verify(folder)
         manifest = TokenStore(folder).manifest
     except UserError as error:
         return f"what was prepared cannot be read ({error})"

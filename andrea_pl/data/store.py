@@ -1,6 +1,6 @@
 """Token stores: the tokens of one source on disk, memory-mapped, and what they were made from.
 
-<store>/manifest.json   what the tokens depend on and how many there are
+<store>/manifest.json   what the tokens depend on, how many there are, and the checksums of the other two
         tokens.bin      all tokens, uint16 or uint32, document after document
         documents.npy   one record a document: where it starts, its length, bytes, split and origin
 """
@@ -19,10 +19,22 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from andrea_callbacks.durable import checksum
 from andrea_pl.data.repetition import repetition
 from andrea_pl.errors import UserError
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
+FILES = ("tokens.bin", "documents.npy")
+DTYPES = ("<u2", "<u4")
+MANIFEST = {
+    "dtype": str,
+    "tokens": int,
+    "documents": int,
+    "repetition": float,
+    "origins": list,
+    "sha256": dict,
+}
+"""What every manifest has, and of which kind it is."""
 SPLITS = ("train", "val", "test")
 
 RECORD = np.dtype(
@@ -51,12 +63,16 @@ class TokenStore:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
+        table = self.folder / "documents.npy"
         try:
-            self.records: NDArray[Any] = np.load(self.folder / "documents.npy", allow_pickle=False)
+            self.records: NDArray[Any] = np.load(table, allow_pickle=False)
         except (OSError, ValueError) as error:
+            raise UserError(f"{table} cannot be read ({error}); delete {self.folder}") from error
+        if self.manifest["dtype"] not in DTYPES:
             raise UserError(
-                f"{self.folder}/documents.npy cannot be read ({error}); delete {self.folder}"
-            ) from error
+                f"{self.folder}/manifest.json names the dtype {self.manifest['dtype']!r}, which is none of "
+                f"tokens; delete {self.folder}"
+            )
         dtype = np.dtype(self.manifest["dtype"])
         file = self.folder / "tokens.bin"
         expected = self.manifest["tokens"] * dtype.itemsize
@@ -65,7 +81,25 @@ class TokenStore:
             raise UserError(
                 f"{file} has {size} bytes where its manifest says {expected}; delete {self.folder}"
             )
+        if self.records.dtype != RECORD or not _lies_within(self.records, self.manifest["tokens"]):
+            raise UserError(f"{table} is no table of documents in {file}; delete {self.folder}")
         self.tokens: NDArray[Any] = np.memmap(file, dtype=dtype, mode="r") if expected else np.empty(0, dtype)
+
+    @staticmethod
+    def verify(folder: Path) -> None:
+        """Read a store's files to their end and compare them with its manifest.
+
+        Raises:
+            UserError: If one is not what was written; the message names it.
+        """
+        expected = cast("dict[str, str]", read_manifest(folder)["sha256"])
+        for name in FILES:
+            try:
+                found = checksum(folder / name)
+            except OSError as error:
+                raise UserError(f"{folder / name} cannot be read ({error.strerror or error})") from error
+            if found != expected.get(name):
+                raise UserError(f"{folder / name} is not what its manifest says (SHA-256 {found[:12]})")
 
     def split(self, name: str) -> "StoreSplit":
         """Return the documents of one split: `train`, `val` or `test`."""
@@ -157,6 +191,7 @@ class StoreWriter:
             "tokens": self.tokens,
             "documents": self.documents,
             "repetition": repetition(np.memmap(written, self.dtype, mode="r")) if self.tokens else 0.0,
+            "sha256": {name: checksum(self.folder / name) for name in FILES},
         }
         with (self.folder / "manifest.json").open("wb") as text:
             text.write(json.dumps({**manifest, **counts, "origins": list(self._origins)}, indent=1).encode())
@@ -168,6 +203,12 @@ class StoreWriter:
             self._file.close()
         except OSError:
             return
+
+
+def _lies_within(records: NDArray[Any], tokens: int) -> bool:
+    """Say whether all documents of a table lie within so many tokens."""
+    starts, lengths = records["start"], records["tokens"]
+    return bool(((starts >= 0) & (lengths >= 0) & (starts + lengths <= tokens)).all())
 
 
 def sync_and_close(file: BinaryIO) -> None:
@@ -220,6 +261,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest: Any = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         version = manifest["format"]
+        if version == FORMAT_VERSION:
+            for key, kind in MANIFEST.items():
+                if not isinstance(manifest[key], kind):
+                    raise TypeError(key)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{folder} holds no complete token store; run andrea prepare") from error
     if version != FORMAT_VERSION:

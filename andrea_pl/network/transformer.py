@@ -18,6 +18,9 @@ from andrea_pl.network.cache import KeyValueCache
 from andrea_pl.network.config import TransformerConfig
 from andrea_pl.network.layout import TokenLayout, is_right_padded, masked_layout
 
+RMS_NORM_EPS = 1e-6
+LAYER_NORM_EPS = 1e-5
+
 
 class FeedForward(nn.Module):
     """The position-wise layer of a block: GELU (Hendrycks and Gimpel, 2016) or SwiGLU (Shazeer, 2020).
@@ -118,8 +121,8 @@ class CausalSelfAttention(nn.Module):
 def build_norm(config: TransformerConfig) -> nn.Module:
     """Return the norm that a configuration names, over the last dimension of width D."""
     if config.norm == "rms":
-        return nn.RMSNorm(config.d_model, eps=1e-6, elementwise_affine=config.norm_weight)
-    return nn.LayerNorm(config.d_model, elementwise_affine=config.norm_weight, bias=config.bias)
+        return nn.RMSNorm(config.d_model, eps=RMS_NORM_EPS, elementwise_affine=config.norm_weight)
+    return nn.LayerNorm(config.d_model, LAYER_NORM_EPS, config.norm_weight, config.bias)
 
 
 class TransformerBlock(nn.Module):

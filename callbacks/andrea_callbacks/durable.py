@@ -1,5 +1,6 @@
 """Files that a kill, a full disk or a power cut leaves whole: the old content or the new."""
 
+import hashlib
 import os
 import tempfile
 from collections.abc import Callable
@@ -80,6 +81,12 @@ def synchronize_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remove_temporaries(folder: Path) -> list[Path]:

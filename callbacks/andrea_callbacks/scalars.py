@@ -98,6 +98,16 @@ def scalar_buffer(trainer: pl.Trainer) -> ScalarBuffer:
     return _buffers[trainer]
 
 
+def refuse_climbing(owner: str, name: str | None) -> None:
+    """Refuse a name that would lead to another folder where it becomes part of a file's name.
+
+    Raises:
+        ValueError: If it has a separator of paths.
+    """
+    if name is not None and ("/" in name or "\\" in name or name in ("", ".", "..")):
+        raise ValueError(f"{owner}: name {name!r} must be a word or two, without path separators")
+
+
 class ScalarCallback(Callback):
     """A callback that records scalars, and sees to it that they are written.
 
@@ -106,10 +116,14 @@ class ScalarCallback(Callback):
 
     Args:
         name: Tells instances of one class in the same trainer apart: their state in a checkpoint goes by it.
+
+    Raises:
+        ValueError: If the name has a separator of paths.
     """
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
+        refuse_climbing(type(self).__name__, name)
         self.name = name
         self._has_fitted = False
 

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,74 @@ def test_a_damaged_store_is_written_again(tmp_path: Path, damage: str) -> None:
     (todo.folder / "s" / damage).write_bytes(b"[]")
     prepare(todo)
     assert decoded(todo, "train") == whole
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.npy"])
+def test_a_changed_byte_is_found_before_mapping(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Of the same size and shape; the store is named and written again."""
+    todo = preparation(write(tmp_path), tmp_path / "cache")
+    prepare(todo)
+    file = todo.folder / "s" / name
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-8] + bytes(each ^ 1 for each in whole[-8:]))
+    with pytest.raises(UserError, match=rf"{name} is not what its manifest says"):
+        TokenStore.verify(todo.folder / "s")
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        prepare(todo)
+    assert f"{file} is not what its manifest says" in caplog.text
+    assert file.read_bytes() == whole
+
+
+class Evil:
+    """Pickled, it is a call that makes a file."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("witness"),)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.npy", "manifest.json"])
+def test_a_pickle_in_a_store_is_not_run(tmp_path: Path, name: str) -> None:
+    todo = preparation(write(tmp_path), tmp_path / "cache")
+    prepare(todo)
+    with (todo.folder / "s" / name).open("wb") as file:
+        if name == "documents.npy":
+            np.save(file, np.array([Evil()], dtype=object), allow_pickle=True)
+        else:
+            file.write(pickle.dumps(Evil()))
+    with pytest.raises(UserError, match=f"{todo.folder}/s"):
+        TokenStore(todo.folder / "s")
+    prepare(todo)
+    assert not Path("witness").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("dtype", "O"), ("dtype", "<f8"), ("tokens", "9"), ("sha256", {}), ("origins", None)]
+)
+def test_a_manifest_that_says_something_else(tmp_path: Path, key: str, value: Any) -> None:
+    todo = preparation(write(tmp_path), tmp_path / "cache")
+    prepare(todo)
+    path = todo.folder / "s" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+
+    def open_it() -> None:
+        TokenStore.verify(todo.folder / "s")
+        TokenStore(todo.folder / "s")
+
+    with pytest.raises(UserError, match=f"{todo.folder}/s"):
+        open_it()
+
+
+def test_a_table_that_points_elsewhere(tmp_path: Path) -> None:
+    todo = preparation(write(tmp_path), tmp_path / "cache")
+    prepare(todo)
+    path = todo.folder / "s" / "documents.npy"
+    records = np.load(path)
+    records["tokens"][3] = 10**9
+    np.save(path, records)
+    with pytest.raises(UserError, match=r"documents\.npy is no table of documents in "):
+        TokenStore(todo.folder / "s")
 
 
 def test_relative_paths_of_two_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,8 +131,8 @@ sys.exit(andrea_pl.cli.main(["fit"]))
     assert not found.passed_over
     failed = found.update + 1
     line = next(each for each in result.stderr.splitlines() if each.startswith("andrea: error:"))
-    assert f"{disk}/update-{failed:06d}.ckpt could not be written" in line
-    assert "bytes were: " in line
+    assert f"{disk}/update-{failed:06d}.ckpt could not be written: " in line
+    assert "bytes were, of a checkpoint whose tensors take " in line
     assert "free some space" in line
     assert not list(disk.glob(".andrea-*"))
     assert has_checkpoints(disk)
