@@ -367,7 +367,7 @@ class TestCheckpoint:
     def test_bad_files(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="no such checkpoint"):
             read_checkpoint(tmp_path / "none.ckpt")
-        with pytest.raises(UserError, match="local files only"):
+        with pytest.raises(UserError, match="not fetched from the web"):
             read_checkpoint("https://example.com/a.ckpt")
         (tmp_path / "bad.ckpt").write_bytes(b"not a checkpoint")
         with pytest.raises(UserError, match=r"bad\.ckpt is not a checkpoint that can be loaded"):

@@ -147,7 +147,8 @@ def test_fit_evaluate_generate_and_fine_tune(tiny: Path) -> None:
     losses = scalars(log_folder(tuned))["train/loss"]
     assert losses[0][1] < found["train/loss"][0][1] - 0.5
 
-    resumed = andrea("fit", *config, "--ckpt_path", checkpoint, "--trainer.max_steps", "8")
+    drift = ["--trainer.max_steps", "8", "--allow_drift", "trainer.max_steps"]
+    resumed = andrea("fit", *config, "--ckpt_path", checkpoint, *drift)
     assert resumed.returncode == 0, resumed.stderr
     assert [step for step, _ in scalars(log_folder(resumed))["train/loss"]] == [7, 8]
 
@@ -169,7 +170,7 @@ def test_changed_text_keeps_the_tokenizer_of_the_checkpoint(tiny: Path) -> None:
     """A run is evaluated and fine-tuned with its own tokenizer; its last update is saved."""
     first = andrea("fit", "--config", str(tiny), "--trainer.max_steps", "5")
     assert first.returncode == 0, first.stderr
-    checkpoint = log_folder(first) / "checkpoints" / "end-step=5.ckpt"
+    checkpoint = log_folder(first) / "checkpoints" / "update-000005.ckpt"
     assert f"checkpoint: {checkpoint}" in first.stderr
     kept = (log_folder(first) / "tokenizer.json").read_text()
     text = Path("text.jsonl")
@@ -180,15 +181,17 @@ def test_changed_text_keeps_the_tokenizer_of_the_checkpoint(tiny: Path) -> None:
         result = andrea(options[0], "--config", str(tiny), *options[1:], str(checkpoint))
         assert result.returncode == 0, result.stderr
     assert (log_folder(result) / "tokenizer.json").read_text() == kept
-    resumed = andrea("fit", "--config", str(tiny), "--ckpt_path", str(checkpoint))
+    drift = ["--allow_drift", "trainer.max_steps"]
+    resumed = andrea("fit", "--config", str(tiny), "--ckpt_path", str(checkpoint), *drift)
     assert resumed.returncode == 1
     assert "changed; put them back" in resumed.stderr
 
 
 def test_resume_for_longer_follows_the_longer_schedule(tiny: Path) -> None:
     first = andrea("fit", "--config", str(tiny), "--trainer.max_steps", "4")
-    checkpoint = str(log_folder(first) / "checkpoints" / "end-step=4.ckpt")
-    resumed = andrea("fit", "--config", str(tiny), "--ckpt_path", checkpoint, "--trainer.max_steps", "8")
+    checkpoint = str(log_folder(first) / "checkpoints" / "update-000004.ckpt")
+    drift = ["--trainer.max_steps", "8", "--allow_drift", "trainer"]
+    resumed = andrea("fit", "--config", str(tiny), "--ckpt_path", checkpoint, *drift)
     assert resumed.returncode == 0, resumed.stderr
     rates = [value for _, value in scalars(log_folder(resumed))["train/lr"]]
     assert rates == pytest.approx(
@@ -220,8 +223,8 @@ ERRORS: dict[str, tuple[list[str], int, list[str]]] = {
         ["empty.txt: empty file"],
     ),
     "missing checkpoint": (["--ckpt_path", "none.ckpt"], 1, ["none.ckpt: no such checkpoint"]),
-    "remote checkpoint": (["--ckpt_path", "https://example.com/x.ckpt"], 1, ["local files only"]),
-    "both checkpoints": (["--ckpt_path", "a.ckpt", "--init_from", "b.ckpt"], 1, ["not both"]),
+    "remote checkpoint": (["--ckpt_path", "https://example.com/x.ckpt"], 1, ["not fetched from the web"]),
+    "both checkpoints": (["--ckpt_path", "a.ckpt", "--init_from", "b.ckpt"], 1, ["are not given both"]),
     "abbreviated flag": (["--trainer.max_step", "2"], 2, ["max_step"]),
     "refused optimizer": (["--model.optimizer", "torch.optim.Muon"], 1, ["norm_weight=false"]),
     "bad betas": (["--model.betas", "[1.5,0.9]"], 1, ["betas must lie in"]),
@@ -263,7 +266,7 @@ trainer:
     - {class_path: andrea_callbacks.FiniteGuard, init_args: {policy: skip, state_every: 2}}
     - {class_path: andrea_callbacks.SpikeForensics, init_args: {threshold: 6, loss_ratio: null}}
     - class_path: andrea_callbacks.CoherenceGate
-      init_args: {every: 2, start: 0, action: stop, known: [the, says]}
+      init_args: {every: 2, start: 0, threshold: 0, action: stop, known: [the, says]}
     - {class_path: andrea_callbacks.TensorBoardLayout, init_args: {hyperparameters: {note: trial}}}
 """
     )
@@ -460,14 +463,24 @@ def test_two_ranks_train_as_one(tiny: Path) -> None:
 def test_help_is_complete() -> None:
     top = andrea("--help")
     assert top.returncode == 0
-    for subcommand in ("fit", "validate", "test", "predict", "prepare", "generate", "build-extension"):
+    for subcommand in (
+        "fit",
+        "validate",
+        "test",
+        "predict",
+        "prepare",
+        "generate",
+        "export",
+        "build-extension",
+    ):
         assert subcommand in top.stdout
         page = andrea(subcommand, "--help")
         assert page.returncode == 0
         words = {
             "generate": ["--prompt", "--top_p"],
             "build-extension": ["architectures", "sm_90"],
-            "fit": ["--init_from", "--trust_imports", "--model.max_norm"],
+            "export": ["--ckpt_path", "--output"],
+            "fit": ["--init_from", "--resume", "--allow_drift", "--trust_imports", "--model.max_norm"],
         }
         for word in words.get(subcommand, ["--data.sources", "--trust_imports"]):
             assert word in page.stdout

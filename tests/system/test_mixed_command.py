@@ -70,22 +70,21 @@ def test_fit_under_a_bandit(mixed: Path) -> None:
     starts = [row["update"] for row in phases]
     assert 6 in starts
     assert {after - before for before, after in pairwise(starts)} <= {1, 2, 3, 4}
-    checkpoint = next((folder / "checkpoints").glob("*step=24.ckpt"))
+    checkpoint = next((folder / "checkpoints").glob("*-000024.ckpt"))
     saved = str(folder / "config.yaml")
     evaluated = andrea("validate", "--config", str(mixed), "--ckpt_path", str(checkpoint))
     assert evaluated.returncode == 0, evaluated.stderr
     assert "val/answers/loss" in evaluated.stdout
-    resumed = andrea("fit", "--config", saved, "--ckpt_path", str(checkpoint), "--trainer.max_steps", "30")
+    drift = ["--trainer.max_steps", "30", "--allow_drift", "trainer.max_steps"]
+    resumed = andrea("fit", "--config", saved, "--ckpt_path", str(checkpoint), *drift)
     assert resumed.returncode == 0, resumed.stderr
     longer = scalars(log_folder(resumed))
     assert longer["data/phase"][0] == (25, pytest.approx(found["data/phase"][-1][1], abs=1))
     assert longer["data/prose/epochs"][0][1] >= found["data/prose/epochs"][-1][1]
-    changed = andrea(
-        "fit", "--config", saved, "--ckpt_path", str(checkpoint), "--data.curriculum.reward_lag", "3"
-    )
+    scaled = ("fit", "--config", saved, "--ckpt_path", str(checkpoint), "--allow_drift", "data")
+    changed = andrea(*scaled, "--data.curriculum.reward_lag", "3")
     assert changed.returncode == 1
     assert "comes from {'reward_lag': 7}, this run's from {'reward_lag': 3}: " in changed.stderr
-    scaled = ("fit", "--config", saved, "--ckpt_path", str(checkpoint))
     changed = andrea(*scaled, "--data.curriculum.mixture.reward_scale", "3")
     assert (
         "comes from {'mixture.reward_scale': 1000.0}, this run's from {'mixture.reward_scale': 3.0}"

@@ -120,6 +120,19 @@ def test_a_bandit_decides_alike(both: list[Results], alone: Results) -> None:
         assert losses == pytest.approx(there, rel=1e-9)
 
 
+def test_resume_is_exact_on_two_ranks(both: list[Results], alone: Results) -> None:
+    """A signal to one rank stops both after the same update; each gets its own random state back."""
+    for results in (*both, alone):
+        found = results["resumed"]
+        assert found["stops"] == [(143, 10)]
+        straight, rest = found["weights"]
+        assert all(torch.equal(here, there) for here, there in zip(straight, rest, strict=True))
+    states = both[0]["resumed"]["random"]
+    assert len(states) == 2
+    assert not torch.equal(states[0]["torch"], states[1]["torch"])
+    assert len(alone["resumed"]["random"]) == 1
+
+
 def test_same_run_as_one_rank(both: list[Results], alone: Results) -> None:
     """Norms, tokens and weights after every update are those of one rank; validation to 1e-9."""
     for results in both:

@@ -3,6 +3,8 @@
 usage: two_ranks.py RANKS FOLDER
 """
 
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -23,6 +26,7 @@ from andrea_pl import (
     ClipModelParallelStrategy,
     ClipSingleDeviceStrategy,
     Curriculum,
+    DurableCheckpoint,
     LanguageModule,
     NonFiniteError,
     TextDataModule,
@@ -33,8 +37,10 @@ from andrea_pl import (
     Window,
     WindowLoader,
 )
+from andrea_pl.checkpoint import newest_valid
 from andrea_pl.optim import ExtensionError
 from andrea_pl.optim import clipping as clipping_module
+from andrea_pl.signals import StoppedBySignal
 from toy import ListLoader, Recorder, RowLogger, ToyU, build_trainer, window
 
 RANKS, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
@@ -176,6 +182,61 @@ def bandit() -> dict[str, Any]:
 
     trainer_of(callbacks=[Seen()], max_steps=40, max_epochs=-1).fit(module, datamodule=data)
     return {"windows": windows, "figures": figures}
+
+
+def resumed() -> dict[str, Any]:
+    """Stop by a signal that one rank alone gets, resume, and compare with a run that nobody stops.
+
+    Dropout draws from each rank's own generator, so that both must come back.
+    """
+    documents = [[1 + number % 40, 2, 3 + number % 7, 4, 5][: 2 + number % 4] for number in range(60)]
+    folder = FOLDER / "resumed"
+    weights: list[list[Tensor]] = []
+    stops: list[Any] = []
+
+    class Told(pl.Callback):
+        def __init__(self, at: int) -> None:
+            self.at = at
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            if trainer.global_step + 1 == self.at and trainer.global_rank == RANKS - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def train(place: str, told: int = 0, resume: Path | None = None) -> None:
+        data = TextDataModule(
+            [TextSource(name="all", kind="tokens", documents=documents)],
+            vocab_size=50,
+            block_size=16,
+            sequences_per_update=6,
+            micro_batch_tokens=20,
+            val_fraction=0.1,
+        )
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        torch.manual_seed(5 if resume is None else 77 + rank)
+        shape = TransformerConfig(
+            vocab_size=50, block_size=16, d_model=16, n_heads=2, n_layers=1, dropout=0.2
+        )
+        module = LanguageModule(shape, lr=1e-2, schedule="constant")
+        saving = DurableCheckpoint(every=4, monitor="val/loss", dirpath=str(folder / place))
+        options = {
+            "max_steps": 20,
+            "max_epochs": -1,
+            "val_check_interval": 5,
+            "check_val_every_n_epoch": None,
+        }
+        trainer = trainer_of(callbacks=[Told(told), saving], enable_checkpointing=True, **options)
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=resume)
+        except StoppedBySignal as stop:
+            stops.append((stop.code, stop.update))
+            return
+        weights.append([each.detach().clone() for each in module.parameters()])
+
+    train("straight")
+    train("stopped", told=10)
+    train("rest", resume=newest_valid(folder / "stopped").path)
+    kept = torch.load(newest_valid(folder / "stopped").path, weights_only=True)
+    return {"weights": weights, "stops": stops, "random": kept["andrea_resume"]["random"]}
 
 
 def sharded_loader() -> dict[str, Any]:
@@ -477,6 +538,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "many": lambda: toy([[window(A, A, A, A)] * 2, [window(B, B, B, B)] * 2], max_norm=None),
     "language": language,
     "bandit": bandit,
+    "resumed": resumed,
     "sharded loader": sharded_loader,
     "ddp sgd": lambda: clipping("ddp", sgd),
     "ddp adamw": lambda: clipping("ddp", adamw),
