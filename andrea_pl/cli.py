@@ -18,6 +18,7 @@ from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
@@ -26,7 +27,7 @@ from andrea_callbacks.console import RunReport, UpdateProgressBar
 from andrea_callbacks.events import RunEvent
 from andrea_pl.arguments import CLIP_STRATEGIES, TRUST_FLAG, TRUST_HELP, restrict
 from andrea_pl.block import read_block
-from andrea_pl.checkpoint import read_checkpoint
+from andrea_pl.checkpoint import DurableCheckpointIO, read_checkpoint
 from andrea_pl.data.module import TextDataModule
 from andrea_pl.errors import UserError
 from andrea_pl.export import export_model
@@ -101,7 +102,6 @@ class CommandTrainer(pl.Trainer):
         del resume, allow_drift  # the command has acted on them
         if init_from is not None:
             _load_weights(cast(LanguageModule, model), init_from)
-        _check_checkpoint(ckpt_path)
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only=True)
 
     @override
@@ -148,9 +148,13 @@ class KeepConfig(SaveConfigCallback):
         for key in ONLY_THIS_CALL:
             config.pop(key, None)
         super().__init__(parser, config, *args, **kwargs)
-        dumped = parser.dump(config, skip_none=False, skip_validation=True)
-        self.settings: dict[str, Any] = yaml.safe_load(dumped)
+        self.settings: dict[str, Any] = _plain(parser, config)
         """The configuration as plain values."""
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What the settings are when they are not given."""
+        return _plain(self.parser, self.parser.get_defaults(skip_validation=True))
 
     @override
     def on_save_checkpoint(
@@ -172,6 +176,10 @@ class KeepConfig(SaveConfigCallback):
         tokenizer = cast(TextDataModule, cast(Any, trainer).datamodule).tokenizer
         if trainer.is_global_zero and tokenizer is not None and folder is not None:
             (Path(folder) / "tokenizer.json").write_text(tokenizer.definition, encoding="utf-8")
+
+
+def _plain(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", yaml.safe_load(parser.dump(config, skip_none=False, skip_validation=True)))
 
 
 class StopReason(Callback):
@@ -292,10 +300,13 @@ class AndreaCLI(LightningCLI):
         added.append(self.stop_reason)
         self.trainer_defaults["callbacks"] = added
         try:
-            return super().instantiate_trainer(**kwargs)
+            trainer = super().instantiate_trainer(**kwargs)
         except ValueError as error:
             ours = f" Ours are {', '.join(CLIP_STRATEGIES)}." if "strategy name" in str(error) else ""
             raise UserError(f"the trainer refuses its options: {error}{ours}") from error
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = DurableCheckpointIO()
+        return trainer
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -322,13 +333,19 @@ class AndreaCLI(LightningCLI):
                 continue_logs(self.trainer, run)
                 options["ckpt_path"] = str(run.checkpoint.path)
         path = options.get("ckpt_path") or options.get("init_from")
-        if not path or path in LIGHTNING_KEYWORDS:
+        if not path:
             return
+        if path in LIGHTNING_KEYWORDS:
+            raise UserError(
+                f"--ckpt_path {path}: Lightning takes that for a word of its own, which may find nothing and "
+                f"start afresh; give a file (./{path}), or --resume"
+            )
         checkpoint = read_checkpoint(path, mmap="://" not in path)
         block = read_block(checkpoint, path)
         if self.subcommand == "fit" and options.get("ckpt_path"):
             keeper = next(each for each in self._callbacks() if isinstance(each, KeepConfig))
-            compare_settings(checkpoint, keeper.settings, path, options.get("allow_drift") or [])
+            allowed = cast("list[str]", options.get("allow_drift") or [])
+            compare_settings(checkpoint, keeper.settings, path, allowed, keeper.defaults)
         if block.tokenizer is not None:
             cast(TextDataModule, self.datamodule).use_tokenizer(block.tokenizer)
 
@@ -573,13 +590,6 @@ def _load_weights(module: LanguageModule, path: str) -> None:
     module.load_state_dict(checkpoint["state_dict"])
 
 
-def _check_checkpoint(path: str | None) -> None:
-    """Refuse a path that Lightning would fetch, or that is not there; its own keywords pass."""
-    if path is not None and path not in LIGHTNING_KEYWORDS:
-        read_block(read_checkpoint(path), path)
-
-
 def _require_checkpoint(options: dict[str, Any]) -> None:
-    if options.get("ckpt_path") in (None, *LIGHTNING_KEYWORDS):
+    if options.get("ckpt_path") is None:
         raise UserError("--ckpt_path is needed, a file: without a checkpoint the weights would be random")
-    _check_checkpoint(options["ckpt_path"])

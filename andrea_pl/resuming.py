@@ -69,6 +69,11 @@ def find_run(trainer: pl.Trainer, given: str) -> Continuation:
         UserError: If there is no run with a checkpoint, or none of its checkpoints verifies.
     """
     root = _root_of_runs(trainer)
+    if root is None and trainer.loggers and given == NEWEST:
+        raise UserError(
+            f"--resume: {type(trainer.loggers[0]).__name__} has no folder of runs to look into; give the "
+            "checkpoint with --ckpt_path"
+        )
     saving = next(
         (each for each in trainer.checkpoint_callbacks if isinstance(each, DurableCheckpoint)), None
     )
@@ -134,7 +139,11 @@ def continue_logs(trainer: pl.Trainer, run: Continuation) -> None:
 
 
 def compare_settings(
-    checkpoint: Mapping[str, Any], ours: Mapping[str, Any], path: str, allowed: Sequence[str]
+    checkpoint: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    path: str,
+    allowed: Sequence[str] = (),
+    defaults: Mapping[str, Any] | None = None,
 ) -> None:
     """Stop where a setting differs from the one that a checkpoint was written by.
 
@@ -143,6 +152,8 @@ def compare_settings(
         ours: The settings of this call, nested.
         path: The checkpoint's place.
         allowed: Keys that may differ, with all that is below them.
+        defaults: What settings are when they are not given, nested. A setting that the checkpoint does not
+            know, because it was written before there was one, had its default.
 
     Raises:
         UserError: If others differ, with both values of each; if an allowed key is unknown, or cannot differ.
@@ -151,6 +162,8 @@ def compare_settings(
     if theirs is None:
         return
     here, there = _flat(_relevant(ours)), _flat(_relevant(theirs))
+    usual = _flat(_relevant(defaults or {}))
+    there |= {key: value for key, value in usual.items() if key in here and key not in there}
     for key in allowed:
         if not any(_covers(key, each) for each in here | there):
             raise UserError(f"--allow_drift {key}: there is no such setting")

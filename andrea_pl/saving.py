@@ -135,6 +135,7 @@ class DurableCheckpoint(Checkpoint):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Find the folder, lock it, sweep it; refuse one that cannot be written."""
+        self.dirpath = None
         if stage != "fit" or getattr(trainer, "fast_dev_run", False):
             return
         self._forget()
@@ -291,7 +292,9 @@ class DurableCheckpoint(Checkpoint):
             self._is_due = True
         is_late = self.minutes is not None and time.monotonic() - self._since >= 60.0 * self.minutes
         received = self._signals.received if self._signals is not None else None
-        if trainer.world_size > 1:  # where Lightning itself waits for every rank once a batch
+        if (
+            torch.distributed.is_available() and torch.distributed.is_initialized()
+        ):  # where Lightning itself waits for every rank once a batch
             row = torch.tensor([float(is_late), float(received or 0)], device=trainer.strategy.root_device)
             torch.distributed.all_reduce(row, torch.distributed.ReduceOp.MAX)
             late, told = cast("list[float]", row.tolist())
