@@ -18,26 +18,16 @@ from andrea_pl import (
     DurableCheckpoint,
     LanguageModule,
     TextDataModule,
-    TextSource,
     TransformerConfig,
     Ucb1,
 )
 from andrea_pl.signals import StoppedBySignal
 from projects import BUILDERS
+from test_sources import sources
 from toy import RowLogger, build_trainer
 
 UPDATES = 15
 EPOCH = 6
-
-
-def sources() -> list[TextSource]:
-    draw = torch.Generator().manual_seed(9)
-    documents = {
-        "prose": [torch.randint(1, 32, (9,), generator=draw).tolist() for _ in range(40)],
-        "lists": [[3 + number % 3] * 8 for number in range(40)],
-        "answers": [torch.randint(1, 32, (4,), generator=draw).tolist() for _ in range(40)],
-    }
-    return [TextSource(name=name, kind="tokens", documents=each) for name, each in documents.items()]
 
 
 def data(workers: int = 0) -> TextDataModule:

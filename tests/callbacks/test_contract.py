@@ -201,6 +201,8 @@ def test_weights_are_those_before_when_an_origin_is_searched() -> None:
         ("SpikeForensics", {"patience": 0}, "SpikeForensics: patience must be at least 1, got 0"),
         ("SpikeForensics", {"max_reports": -1}, "SpikeForensics: max_reports must be at least 0, got -1"),
         ("SpikeForensics", {"per_updates": 0}, "SpikeForensics: per_updates must be at least 1, got 0"),
+        ("SpikeForensics", {"stop_after": 0}, "SpikeForensics: stop_after must be at least 1, got 0"),
+        ("RunJournal", {"name": "../up"}, "RunJournal: name '../up' must be a word or two"),
         ("MomentMonitor", {"every": 0}, "MomentMonitor: every must be at least 1 update, got 0"),
         ("CoherenceGate", {"every": 0}, "CoherenceGate: every must be at least 1, got 0"),
         ("CoherenceGate", {"start": -1}, "CoherenceGate: start must be at least 0, got -1"),

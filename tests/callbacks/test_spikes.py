@@ -210,6 +210,16 @@ def test_new_level_is_learnt() -> None:
     assert {event.update for event in events.taken if event.kind == "level"} == {44}
 
 
+def test_spikes_in_a_row_stop_the_run() -> None:
+    """One alone does not; the third in a row does, after its update, and the event says so."""
+    events = Events()
+    trainer = build_trainer(callbacks=[SpikeForensics(max_reports=0, stop_after=3), events])
+    trainer.fit(Rows(), ListLoader(rows_with_spikes({40, 50, 51, 60, 61, 62, 63}, 100)))
+    assert trainer.global_step == 62
+    stops = {event.update: event.details["stops"] for event in events.taken}
+    assert stops == {40: False, 50: False, 51: False, 60: False, 61: False, 62: True}
+
+
 def test_statistics_go_on_after_a_resume(tmp_path: Path) -> None:
     """A spike soon after a resume is found, by what was learnt before."""
     first = build_trainer(callbacks=[SpikeForensics()])

@@ -34,6 +34,18 @@ def andrea_from_scratch(*arguments: str, timeout: int = 240, **environment: str)
     )
 
 
+def run_python(script: str, *arguments: str, timeout: int = 400, **environment: str) -> Result:
+    """Run a script in a process of its own, which can import what tests can."""
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+    )
+
+
 class Nursery:
     """The process that has imported everything, seen from the tests."""
 

@@ -98,6 +98,8 @@ def in_a_child(
         code = 1
         try:
             code = act(writing) or 0
+        except SystemExit as stop:
+            code = int(str(stop.code))
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", file=sys.__stderr__)
         finally:

@@ -1,8 +1,6 @@
-"""Checkpoints under SIGKILL and on a full disk, in processes of their own."""
+"""Checkpoints under SIGKILL, SIGTERM, SIGINT and on a full disk, in processes of their own."""
 
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 
 import killed
 from andrea_pl.checkpoint import has_checkpoints, newest_valid
+from commands import Result, run_python
 
 pytestmark = pytest.mark.system
 
@@ -22,16 +21,9 @@ killed.forbid_crossing_folders()
 """
 
 
-def run(body: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in a process that has no threads when it forks."""
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(body=body), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-    )
+def run(body: str, *arguments: str, **environment: str) -> Result:
+    """Run a script that forks, and so has no threads when it does."""
+    return run_python(SCRIPT.format(body=body), *arguments, **environment)
 
 
 KILLS = """
@@ -84,6 +76,45 @@ killed.compare(folder, 60, 5, 12)
 """
     result = run(body, str(tmp_path), TMPDIR="/dev/shm")
     assert result.returncode == 0, result.stderr[-3000:]
+
+
+SIGNALS = """
+import signal, statistics
+draw = random.Random(7)
+folder = Path(sys.argv[1]) / "run"
+folder.mkdir()
+seconds, update = [], 0
+for number in range(20):
+    signum = (signal.SIGTERM, signal.SIGINT)[number % 2]
+    wait, began, sent = draw.uniform(0.0, 0.08), [], []
+
+    def until(lines):
+        if not began and any(each.startswith("done") for each in lines):
+            began.append(time.monotonic())
+        if began and time.monotonic() - began[0] > wait:
+            sent.append(time.monotonic())
+        return bool(sent)
+
+    lines, code = killed.in_a_child(lambda pipe: killed.train(folder, 240, 10**6, 9, pipe), until, signum)
+    seconds.append(time.monotonic() - sent[0])
+    assert code == 128 + signum, (code, lines[-3:])
+    assert killed.newest_valid(folder).update == killed.last(lines, "done") > update
+    update = killed.last(lines, "done")
+assert update < 240
+lines, code = killed.in_a_child(lambda pipe: killed.train(folder, 240, 10**6, 9, pipe), lambda _: False)
+assert code == 0, lines[-3:]
+killed.compare(folder, 240, 10**6, 9)
+print(f"{statistics.median(seconds):.3f} {max(seconds):.3f}")
+"""
+
+
+def test_signals_at_random_moments(tmp_path: Path) -> None:
+    """Twenty, in updates and validations: the exit code is right, all is saved, and the end is exact."""
+    result = run(SIGNALS, str(tmp_path))
+    assert result.returncode == 0, result.stderr[-3000:]
+    median, longest = map(float, result.stdout.split())
+    print(f"seconds from signal to end: median {median}, longest {longest}")
+    assert longest < 10
 
 
 @pytest.fixture
