@@ -41,6 +41,8 @@ class Content:
     size: int
     """Bytes."""
     sha256: str
+    resumable: bool
+    """Whether an optimizer's state is there too, and not the weights alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +88,12 @@ class DurableCheckpointIO(TorchCheckpointIO):
                 raise stream.fault or error from error  # torch may have its own words for a full disk
 
         def announce() -> None:
-            update = int(checkpoint.get("global_step", 0))
-            content = Content(update=update, size=stream.size, sha256=stream.digest.hexdigest())
+            content = Content(
+                update=int(checkpoint.get("global_step", 0)),
+                size=stream.size,
+                sha256=stream.digest.hexdigest(),
+                resumable="optimizer_states" in checkpoint,
+            )
             _write_manifest(local, [content, *_manifest(local)[:1]])
 
         try:
@@ -217,9 +223,11 @@ def newest_valid(folder: str | Path) -> Found:
     for path in _newest_first(folder):
         fault = fault_of(path)
         if fault is None:
-            size = path.stat().st_size
-            update = next(each.update for each in _manifest(path) if each.size == size)
-            return Found(path=path, update=update, passed_over=passed_over)
+            found = _checksum(path)
+            content = next(each for each in _manifest(path) if each.sha256 == found)
+            if content.resumable:
+                return Found(path=path, update=content.update, passed_over=passed_over)
+            fault = "holds weights alone, which nothing can go on from"
         passed_over.append(f"{path} {fault}")
     if passed_over:
         raise UserError(
@@ -232,6 +240,31 @@ def newest_valid(folder: str | Path) -> Found:
 def has_checkpoints(folder: str | Path) -> bool:
     """Say whether a folder holds anything that is, was or should be a checkpoint."""
     return Path(folder).is_dir() and bool(_newest_first(Path(folder)))
+
+
+def move_aside(folder: Path, after: int) -> Path | None:
+    """Move checkpoints of later updates into a folder of their own: another run's, or damaged ones.
+
+    Args:
+        folder: Where they are.
+        after: The update that a run has come to; those up to it stay.
+
+    Returns:
+        The new folder, None where there was nothing to move.
+    """
+    later = [
+        path
+        for path in _newest_first(folder)
+        if path.exists() and max((each.update for each in _manifest(path)), default=-1) > after
+    ]
+    if not later:
+        return None
+    aside = next(each for number in count(1) if not (each := folder / f"earlier-{number}").exists())
+    aside.mkdir()
+    for path in later:
+        path.rename(aside / path.name)
+        manifest_path(path).rename(manifest_path(aside / path.name))
+    return aside
 
 
 def sweep(folder: Path) -> list[Path]:
@@ -274,7 +307,12 @@ def _manifest(path: Path) -> list[Content]:
         if read["format"] != FORMAT_VERSION:
             return []
         return [
-            Content(update=int(each["update"]), size=int(each["size"]), sha256=str(each["sha256"]))
+            Content(
+                update=int(each["update"]),
+                size=int(each["size"]),
+                sha256=str(each["sha256"]),
+                resumable=bool(each["resumable"]),
+            )
             for each in read["contents"]
         ]
     except (OSError, ValueError, TypeError, KeyError):
@@ -304,7 +342,7 @@ def _local_path(path: Any) -> Path | None:
     text = str(path)
     if text.startswith("file://"):
         return Path(text.removeprefix("file://"))
-    if text.startswith(("http:", "https:")):
+    if any(link.lower().startswith(("http:", "https:")) for link in text.split("::")):
         raise UserError(f"{text}: checkpoints are not fetched from the web; download it first")
     return None if "://" in text else Path(text)
 

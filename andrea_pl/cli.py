@@ -351,9 +351,9 @@ class AndreaCLI(LightningCLI):
 
     def _find_run(self, given: str | None, is_free: bool) -> Continuation | None:
         """Return the run that is gone on with: the one given, or that of a job which SLURM requeued."""
-        if given is None and is_free:
-            given = requeued_run(self.trainer)
-        return None if given is None else find_run(self.trainer, given)
+        if given is not None:
+            return find_run(self.trainer, given)
+        return requeued_run(self.trainer) if is_free else None
 
     def _callbacks(self) -> list[Callback]:
         return cast("list[Callback]", cast(Any, self.trainer).callbacks)
@@ -537,7 +537,7 @@ def main(argv: list[str] | None = None) -> int:
     except (KeyboardInterrupt, SystemExit) as end:
         if not isinstance(end, KeyboardInterrupt) and not isinstance(end.__context__, KeyboardInterrupt):
             raise
-        print("andrea: interrupted before the first update; there is nothing to save", file=sys.stderr)
+        print("andrea: interrupted outside of training, where there is nothing to save", file=sys.stderr)
         return EXIT_INTERRUPTED
     if stopped is not None:
         print(f"andrea: stopped by {stopped.kind}: {stopped.message}", file=sys.stderr)
@@ -578,7 +578,7 @@ def _named_strategy(name: Any) -> Strategy | None:
 def _refuse_climbing_loggers(trainer: pl.Trainer) -> None:
     """Refuse a logger whose name or version leads out of its folder."""
     for logger in trainer.loggers:
-        for key in ("name", "version"):
+        for key in ("name", "version", "sub_dir"):
             value = str(getattr(logger, f"_{key}", None) or "")
             if ".." in Path(value).parts or Path(value).is_absolute():
                 raise UserError(f"trainer.logger: {key} {value!r} leads out of its save_dir; set save_dir")

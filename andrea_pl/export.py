@@ -55,8 +55,9 @@ def export_model(ckpt_path: str, output: str) -> None:
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
             _write(temporary, tensors, described, block)
-            temporary.chmod(0o755)
-            temporary.replace(folder)
+            folder.mkdir(exist_ok=True)
+            for each in sorted(temporary.iterdir()):
+                each.replace(folder / each.name)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from andrea_pl.checkpoint import Found, has_checkpoints, newest_valid, say_passed_over
 from andrea_pl.errors import UserError
@@ -48,6 +48,8 @@ FIXED = ("model.optimizer", "model.schedule", "model.network")
 
 ABSENT = "not set"
 
+CHECKPOINTS = "checkpoints"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
@@ -55,6 +57,7 @@ class Continuation:
 
     folder: Path | None
     """Its log folder, None where it had no logger."""
+    checkpoints: Path
     checkpoint: Found
 
 
@@ -68,74 +71,60 @@ def find_run(trainer: pl.Trainer, given: str) -> Continuation:
     Raises:
         UserError: If there is no run with a checkpoint, or none of its checkpoints verifies.
     """
-    root = _root_of_runs(trainer)
-    if root is None and trainer.loggers and given == NEWEST:
-        raise UserError(
-            f"--resume: {type(trainer.loggers[0]).__name__} has no folder of runs to look into; give the "
-            "checkpoint with --ckpt_path"
-        )
-    saving = next(
-        (each for each in trainer.checkpoint_callbacks if isinstance(each, DurableCheckpoint)), None
-    )
-    fixed = None if saving is None else saving.given_dirpath
-    if fixed is not None and given == NEWEST:
-        logs = read_holder(Path(fixed)).get("logs")
-        return _continue(Path(logs) if logs and root is not None else None, Path(fixed))
-    if root is None:
-        folder = Path(trainer.default_root_dir if given == NEWEST else given)
-        return _continue(None, folder / "checkpoints")
     if given != NEWEST:
-        folder = Path(given)
-        if not folder.is_dir():
-            raise UserError(f"--resume {given}: no such folder; give the log folder of a run")
-        if folder.absolute().parent != root.absolute():
-            raise UserError(
-                f"--resume {given}: this configuration's runs are in {root}; give one of those, or the "
-                "configuration of that run"
-            )
-        return _continue(folder, folder / "checkpoints")
+        return _continue(_given_run(trainer, Path(given)))
     passed: list[str] = []
-    for folder in _newest_runs(root):
-        if has_checkpoints(folder / "checkpoints"):
+    places = _places(trainer)
+    for place in places:
+        if has_checkpoints(place.checkpoints):
             if passed:
                 rank_zero_info(f"passed over, without a checkpoint: {', '.join(passed)}")
-            return _continue(folder, folder / "checkpoints")
-        passed.append(str(folder))
-    raise UserError(f"{root}: no run with a checkpoint is there to go on with; start without --resume")
+            return _continue(place)
+        passed.append(str(place.folder or place.checkpoints))
+    where = _root_of_runs(trainer) or (places[0].checkpoints if places else trainer.default_root_dir)
+    raise UserError(f"{where}: no run with a checkpoint is there to go on with; start without --resume")
 
 
-def requeued_run(trainer: pl.Trainer) -> str | None:
-    """Return the log folder of this SLURM job's own run, None for a job that was never requeued."""
+def requeued_run(trainer: pl.Trainer) -> Continuation | None:
+    """Return this SLURM job's own run, None for a job that was never requeued, or had not saved anything.
+
+    Raises:
+        UserError: If the job's run is there and none of its checkpoints verifies.
+    """
     job = os.environ.get("SLURM_JOB_ID")
-    root = _root_of_runs(trainer)
-    if job is None or root is None or not int(os.environ.get("SLURM_RESTART_COUNT") or 0):
+    if job is None or not int(os.environ.get("SLURM_RESTART_COUNT") or 0):
         return None
-    for folder in _newest_runs(root):
-        if read_holder(folder / "checkpoints").get("job") == job and has_checkpoints(folder / "checkpoints"):
-            return str(folder)
-    rank_zero_info(f"job {job} was requeued before its first checkpoint: its run starts afresh")
+    for place in _places(trainer):
+        if read_holder(place.checkpoints).get("job") == job and has_checkpoints(place.checkpoints):
+            return _continue(place)
+    rank_zero_warn(f"job {job} was requeued, and no checkpoint of it is found: its run starts afresh")
     return None
 
 
 def continue_logs(trainer: pl.Trainer, run: Continuation) -> None:
-    """Have loggers go on in the run's folder, without what was written after the checkpoint.
+    """Have loggers go on in the run's folders, without what was written after the checkpoint.
 
     TensorBoard's event files say from which step on earlier ones do not count; a CSV file, which its logger
     would delete, is kept under another name. Other loggers are left as they are.
     """
-    if run.folder is None:
-        return
-    version = run.folder.name
+    known = cast("list[list[str]]", read_holder(run.checkpoints).get("loggers") or [])
+    versions = {(kind, root): version for kind, root, version in known}
     update = run.checkpoint.update
-    for logger in trainer.loggers:
-        if isinstance(logger, (TensorBoardLogger, CSVLogger)):
-            cast(Any, logger)._version = version
+    for number, logger in enumerate(trainer.loggers):
+        if not isinstance(logger, (TensorBoardLogger, CSVLogger)):
+            continue
+        version = versions.get((type(logger).__name__, str(logger.root_dir)))
+        if number == 0 and run.folder is not None:
+            version = run.folder.name
+        if version is None:
+            continue
+        cast(Any, logger)._version = int(version) if version.isdigit() else version
         if isinstance(logger, TensorBoardLogger):
             cast(Any, logger)._kwargs["purge_step"] = update + 1
-        elif isinstance(logger, CSVLogger):
-            file = Path(logger.log_dir) / "metrics.csv"
-            if trainer.is_global_zero and file.exists():
-                file.rename(_free_name(file.with_name(f"metrics-until-{update:06d}.csv")))
+            continue
+        file = Path(logger.log_dir) / "metrics.csv"
+        if trainer.is_global_zero and file.exists():
+            file.rename(_free_name(file.with_name(f"metrics-until-{update:06d}.csv")))
 
 
 def compare_settings(
@@ -151,12 +140,12 @@ def compare_settings(
         checkpoint: One that a command wrote; another has nothing to compare, and passes.
         ours: The settings of this call, nested.
         path: The checkpoint's place.
-        allowed: Keys that may differ, with all that is below them.
+        allowed: Keys that may differ, with all that is below them; one that is no setting is spoken of.
         defaults: What settings are when they are not given, nested. A setting that the checkpoint does not
             know, because it was written before there was one, had its default.
 
     Raises:
-        UserError: If others differ, with both values of each; if an allowed key is unknown, or cannot differ.
+        UserError: If others differ, with both values of each, or an allowed one that a resume cannot change.
     """
     theirs = cast("Mapping[str, Any] | None", checkpoint.get(KEY))
     if theirs is None:
@@ -165,8 +154,9 @@ def compare_settings(
     usual = _flat(_relevant(defaults or {}))
     there |= {key: value for key, value in usual.items() if key in here and key not in there}
     for key in allowed:
-        if not any(_covers(key, each) for each in here | there):
-            raise UserError(f"--allow_drift {key}: there is no such setting")
+        is_free = any(_covers(each, key) for each in FREE)
+        if not is_free and not any(_covers(key, each) for each in here | there):
+            rank_zero_info(f"--allow_drift {key}: there is no such setting, here or in the checkpoint")
     differing = [key for key in sorted(here | there) if here.get(key, ABSENT) != there.get(key, ABSENT)]
     fixed = [key for key in differing if any(_covers(each, key) for each in FIXED)]
     drifted = [key for key in differing if not any(_covers(each, key) for each in allowed)]
@@ -187,11 +177,58 @@ def compare_settings(
         rank_zero_info(f"goes on with other settings, as allowed: {_some(said)}")
 
 
-def _continue(folder: Path | None, checkpoints: Path) -> Continuation:
-    found = newest_valid(checkpoints)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a run is, or may be."""
+
+    folder: Path | None
+    """Its log folder, None where it has no logger, or it is not known."""
+    checkpoints: Path
+
+
+def _places(trainer: pl.Trainer) -> list[_Place]:
+    """Return where runs of this configuration are, the newest first."""
+    saving = [each for each in trainer.checkpoint_callbacks if isinstance(each, DurableCheckpoint)]
+    fixed = saving[0].given_dirpath if saving else None
+    if fixed is not None:
+        if "://" in fixed:
+            raise UserError(f"--resume does not look into {fixed}; give the checkpoint with --ckpt_path")
+        fixed = str(Path(fixed).expanduser())
+        logs = read_holder(Path(fixed)).get("logs")
+        return [_Place(folder=Path(logs) if logs else None, checkpoints=Path(fixed))]
+    if not trainer.loggers:
+        return [_Place(folder=None, checkpoints=Path(trainer.default_root_dir) / CHECKPOINTS)]
+    root = _root_of_runs(trainer)
+    if root is None:
+        raise UserError(
+            f"--resume: {type(trainer.loggers[0]).__name__} has no folder of runs to look into; give the "
+            "checkpoint with --ckpt_path"
+        )
+    version = getattr(trainer.loggers[0], "_version", None)
+    if version is not None:
+        named = version if isinstance(version, str) else f"version_{version}"
+        return [_Place(folder=root / named, checkpoints=root / named / CHECKPOINTS)]
+    return [_Place(folder=each, checkpoints=each / CHECKPOINTS) for each in _newest_runs(root)]
+
+
+def _given_run(trainer: pl.Trainer, folder: Path) -> _Place:
+    """Return the run in a folder, if it is one of this configuration."""
+    if not folder.is_dir():
+        raise UserError(f"--resume {folder}: no such folder; give the log folder of a run")
+    root = _root_of_runs(trainer)
+    if root is not None and folder.resolve().parent != root.resolve():
+        raise UserError(
+            f"--resume {folder}: this configuration's runs are in {root}; give one of those, or the "
+            "configuration of that run"
+        )
+    return _Place(folder=None if root is None else folder, checkpoints=folder / CHECKPOINTS)
+
+
+def _continue(place: _Place) -> Continuation:
+    found = newest_valid(place.checkpoints)
     say_passed_over(found)
     rank_zero_info(f"resuming after update {found.update}, from {found.path}")
-    return Continuation(folder=folder, checkpoint=found)
+    return Continuation(folder=place.folder, checkpoints=place.checkpoints, checkpoint=found)
 
 
 def _root_of_runs(trainer: pl.Trainer) -> Path | None:

@@ -2,11 +2,11 @@
 
     update k ─┬─ a signal: save, stop
               ├─ due, and neither validation nor the end of the epoch follows: save
-    validation┼─ the best so far: save as best
-              ├─ due, and the epoch goes on: save
-    epoch end ┴─ due: save
+    validation┼─ the best so far, or due, and the epoch goes on: save
+    epoch end ┴─ the best so far, or due: save
 
-Due is every n updates, every t minutes and the last update of the run. Never twice at the same update.
+Due is every n updates, every t minutes and the last update of the run. Never twice at the same update. All
+ranks decide alike: by rank zero's clock and metric, and by the signals of all.
 """
 
 import math
@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -27,7 +28,7 @@ from typing_extensions import override
 
 from andrea_callbacks.resume import ExactResume, awaits_validation, ends_epoch
 from andrea_callbacks.scalars import refuse_climbing
-from andrea_pl.checkpoint import SUFFIX, DurableCheckpointIO, sweep
+from andrea_pl.checkpoint import SUFFIX, DurableCheckpointIO, move_aside, sweep
 from andrea_pl.errors import UserError
 from andrea_pl.lock import FolderLock
 from andrea_pl.signals import StoppedBySignal, StopSignals, requeue_job, requeue_signal
@@ -44,7 +45,8 @@ class DurableCheckpoint(Checkpoint):
 
     Files are `update-<k>.ckpt` and `best-<k>.ckpt`, written by `DurableCheckpointIO`, which the trainer is
     given where it has Lightning's own. A file is removed only after a newer one is on the disk. One run at a
-    time may use the folder.
+    time may use the folder; checkpoints of updates that it has not made, of an earlier run or damaged ones
+    that a resume passed over, are moved to `earlier-1`, `earlier-2` … in it when training starts.
 
     Args:
         every: Updates between two saves; none by number when left out.
@@ -52,7 +54,7 @@ class DurableCheckpoint(Checkpoint):
         monitor: The metric of which the best is kept, as a module logs it, such as `val/loss`; none when left
             out.
         mode: Whether the least (`min`) or the largest (`max`) is the best.
-        keep: Newest `update-…` files that are kept; 0 keeps all.
+        keep: Newest files, the best ones counted, that are kept; 0 keeps all.
         keep_best: Best files that are kept.
         dirpath: Folder; `checkpoints` in the log folder, or in the trainer's root without a logger, when left
             out. One of another file system (`s3://` …) is Lightning's IO's affair, without lock and manifest.
@@ -106,6 +108,8 @@ class DurableCheckpoint(Checkpoint):
     def _forget(self) -> None:
         self._saved = self._seen = 0
         self._is_due = False
+        self._told: int | None = None
+        self._score: float | None = None
         self._since = time.monotonic()
 
     @property
@@ -142,6 +146,7 @@ class DurableCheckpoint(Checkpoint):
         self.best = {}
         self.dirpath = str(trainer.strategy.broadcast(self._resolve(trainer)))
         logs = trainer.log_dir if trainer.loggers else None  # all ranks must ask
+        facts = {"logs": logs, "loggers": [_named(each) for each in trainer.loggers]}
         others = [each for each in cast(Any, trainer).callbacks if isinstance(each, DurableCheckpoint)]
         for each in others:
             if each is not self and each.dirpath == self.dirpath:
@@ -150,6 +155,12 @@ class DurableCheckpoint(Checkpoint):
                 )
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = DurableCheckpointIO()
+        elif not isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO):
+            writer = type(trainer.strategy.checkpoint_io).__name__
+            rank_zero_warn(
+                f"checkpoints are written by {writer}, as safely as it does, and without a manifest, so that "
+                "--resume does not take them"
+            )
         if "://" in self.dirpath:
             rank_zero_info(
                 f"checkpoints go to {self.dirpath} through Lightning's own IO: whether one appears whole or "
@@ -157,14 +168,22 @@ class DurableCheckpoint(Checkpoint):
                 "there"
             )
         elif trainer.is_global_zero:
-            self._take_folder(Path(self.dirpath), logs)
+            self._take_folder(Path(self.dirpath), facts)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the signals, and start the clock."""
+        """Take the signals, and start the clock; move aside what is not of this run."""
         if self.dirpath is None:
             return
         self._seen = trainer.global_step
+        if trainer.is_global_zero and "://" not in self.dirpath:
+            aside = move_aside(Path(self.dirpath), trainer.global_step)
+            if aside is not None:
+                rank_zero_info(f"checkpoints of updates that this run has not made are in {aside} now")
+        trainer.strategy.barrier("DurableCheckpoint.on_train_start")
+        if "://" not in self.dirpath:
+            there = {each.name for each in Path(self.dirpath).glob(f"{BEST}-*{SUFFIX}")}
+            self.best = {name: score for name, score in self.best.items() if name in there}
         self._since = time.monotonic()
         others = [each for each in cast(Any, trainer).callbacks if isinstance(each, DurableCheckpoint)]
         if others[-1] is self:  # the last one saves after the others have
@@ -181,29 +200,33 @@ class DurableCheckpoint(Checkpoint):
         if self.dirpath is None or trainer.global_step == self._seen:
             return
         before, self._seen = self._seen, trainer.global_step
+        for each in cast(Any, trainer).callbacks:
+            if isinstance(each, ExactResume):
+                each.note_states(trainer, pl_module)
         self._note_due(trainer, before)
         self._stop_if_told(trainer)
         is_followed = ends_epoch(trainer) or awaits_validation(trainer) or _validates_to_stop(trainer)
         if self._is_due and not is_followed:
-            self._save(trainer, PERIODIC)
+            self._save(trainer)
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Stop on a signal; several ranks may have different numbers of batches, and wait for the end."""
         if trainer.state.fn == TrainerFn.FITTING and trainer.world_size == 1 and not trainer.sanity_checking:
+            self._agree(trainer)
             self._stop_if_told(trainer)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save the best; save what is due, unless the end of the epoch comes first; stop on a signal."""
+        """Save the best and what is due, unless the end of the epoch comes first; stop on a signal."""
         if self.dirpath is None or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         self._is_due |= trainer.should_stop
-        score = self._score(trainer)
-        if score is not None and self._is_among_best(score):
-            self._save(trainer, BEST, score)
-        elif self._is_due and not ends_epoch(trainer):
-            self._save(trainer, PERIODIC)
+        score = self._read_metric(trainer)
+        self._score = score if score is not None and self._is_among_best(score) else None
+        if not ends_epoch(trainer) and (self._is_due or self._score is not None):
+            self._save(trainer)
+        self._agree(trainer)
         self._stop_if_told(trainer)
 
     @override
@@ -211,15 +234,16 @@ class DurableCheckpoint(Checkpoint):
         """Save what is due; stop on a signal."""
         if self.dirpath is None:
             return
-        if self._is_due and ends_epoch(trainer):
-            self._save(trainer, PERIODIC)
+        if ends_epoch(trainer) and (self._is_due or self._score is not None):
+            self._save(trainer)
+        self._agree(trainer)
         self._stop_if_told(trainer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save the last update, unless that is done; give the signals back."""
         if self.dirpath is not None:
-            self._save(trainer, PERIODIC)
+            self._save(trainer)
         self._let_go_of_signals()
 
     @override
@@ -266,7 +290,7 @@ class DurableCheckpoint(Checkpoint):
         folder = os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)  # noqa: PTH118
         return _joined(folder, "checkpoints")
 
-    def _take_folder(self, folder: Path, logs: str | None) -> None:
+    def _take_folder(self, folder: Path, facts: dict[str, Any]) -> None:
         """Lock and sweep the folder; a write is tried, so that one that cannot be is known now."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -278,7 +302,7 @@ class DurableCheckpoint(Checkpoint):
                 f"{folder}: checkpoints cannot be written there ({error.strerror or error}); give another "
                 "dirpath, or mend its permissions"
             ) from error
-        self._lock = FolderLock(folder, logs)
+        self._lock = FolderLock(folder, facts)
         swept = sweep(folder)
         if swept:
             rank_zero_info(
@@ -291,32 +315,37 @@ class DurableCheckpoint(Checkpoint):
         if self.every is not None and before // self.every != now // self.every:
             self._is_due = True
         is_late = self.minutes is not None and time.monotonic() - self._since >= 60.0 * self.minutes
-        received = self._signals.received if self._signals is not None else None
-        if (
-            torch.distributed.is_available() and torch.distributed.is_initialized()
-        ):  # where Lightning itself waits for every rank once a batch
-            row = torch.tensor([float(is_late), float(received or 0)], device=trainer.strategy.root_device)
-            torch.distributed.all_reduce(row, torch.distributed.ReduceOp.MAX)
-            late, told = cast("list[float]", row.tolist())
-            is_late = bool(late)
-            if self._signals is not None and told:
-                self._signals.received = int(told)
+        is_late = self._agree(trainer, is_late and trainer.is_global_zero)
         is_last = 0 < trainer.max_steps <= now
         self._is_due |= is_late or is_last or trainer.should_stop
 
+    def _agree(self, trainer: pl.Trainer, figure: bool = False) -> bool:
+        """Have all ranks know of a signal that one of them got, and of a figure that one of them has.
+
+        Called by all of them; within training, where Lightning itself waits for every rank once a batch.
+        """
+        received = (self._signals.received if self._signals is not None else None) or 0
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            row = torch.tensor([float(figure), float(received)], device=trainer.strategy.root_device)
+            torch.distributed.all_reduce(row, torch.distributed.ReduceOp.MAX)
+            agreed, received = cast("list[float]", row.tolist())
+            figure = bool(agreed)
+        self._told = int(received) or None
+        return figure
+
     def _stop_if_told(self, trainer: pl.Trainer) -> None:
-        signals = self._signals
-        if signals is None or signals.received is None:
+        signals, told = self._signals, self._told
+        if signals is None or told is None:
             return
         for each in cast(Any, trainer).callbacks:
-            if isinstance(each, DurableCheckpoint) and each.dirpath is not None:
-                each._save(trainer, PERIODIC)
-        if signals.received == signals.requeue and trainer.is_global_zero:
+            if isinstance(each, DurableCheckpoint):
+                each._save(trainer)
+        if told == signals.requeue and trainer.is_global_zero:
             requeue_job()
-        raise StoppedBySignal(signals.received, trainer.global_step, self.last_path)
+        raise StoppedBySignal(told, trainer.global_step, self.last_path)
 
-    def _score(self, trainer: pl.Trainer) -> float | None:
-        """Return the monitored metric, None where there is none to monitor or it is NaN."""
+    def _read_metric(self, trainer: pl.Trainer) -> float | None:
+        """Return rank zero's monitored metric, None where there is none to monitor or it is NaN."""
         if self.monitor is None:
             return None
         value: Any = trainer.callback_metrics.get(self.monitor)
@@ -326,6 +355,7 @@ class DurableCheckpoint(Checkpoint):
                 f"DurableCheckpoint: there is no metric {self.monitor!r} to monitor; known are {known}"
             )
         score = float(value.detach() if isinstance(value, Tensor) else value)
+        score = float(trainer.strategy.broadcast(score))  # ranks that log without sync_dist have others
         return None if math.isnan(score) else score
 
     def _ranked(self) -> list[str]:
@@ -338,38 +368,48 @@ class DurableCheckpoint(Checkpoint):
         last = self.best[self._ranked()[-1]]
         return score < last if self.mode == "min" else score > last
 
-    def _save(self, trainer: pl.Trainer, kind: str, score: float | None = None) -> None:
+    def _save(self, trainer: pl.Trainer) -> None:
         """Save, unless this update is; then remove what need not be kept any more."""
         update = trainer.global_step
         if self.dirpath is None or update == self._saved:
             return
         if not any(isinstance(each, ExactResume) for each in cast(Any, trainer).callbacks):
             _warn_of_inexact_resume()
-        name = f"{kind}-{update:06d}{SUFFIX}"
-        old: list[str] = []
+        score, self._score = self._score, None
+        name = f"{PERIODIC if score is None else BEST}-{update:06d}{SUFFIX}"
         if score is not None:
             self.best[name] = score
-            old = self._ranked()[self.keep_best :]
-            self.best = {each: self.best[each] for each in self.best if each not in old}
+            self.best = {each: self.best[each] for each in self._ranked()[: self.keep_best]}
         path = _joined(self.dirpath, name)
         trainer.save_checkpoint(path, weights_only=False)
         self.last_path = path
         self._saved = update
         self._is_due = False
         self._since = time.monotonic()
-        if kind == PERIODIC and self.keep and trainer.is_global_zero and "://" not in self.dirpath:
-            files = sorted(Path(self.dirpath).glob(f"{PERIODIC}-*{SUFFIX}"))
-            files = [each for each in files if _update_of(each) <= update]
-            old += [each.name for each in files[: -self.keep]]
-        for each in old:
-            if each != name:
-                trainer.strategy.remove_checkpoint(_joined(self.dirpath, each))
+        if self.keep and trainer.is_global_zero:
+            self._rotate(trainer, update)
+
+    def _rotate(self, trainer: pl.Trainer, update: int) -> None:
+        """Remove our files that are neither among the newest nor among the best."""
+        folder = cast(str, self.dirpath)
+        if "://" in folder:
+            return
+        files = [each for kind in (PERIODIC, BEST) for each in Path(folder).glob(f"{kind}-*{SUFFIX}")]
+        made = sorted((each for each in files if 0 <= _update_of(each) <= update), key=_update_of)
+        for each in made[: -self.keep]:
+            if each.name not in self.best:
+                trainer.strategy.remove_checkpoint(_joined(folder, each.name))
 
 
 def _validates_to_stop(trainer: pl.Trainer) -> bool:
     """Say whether validation follows because the run is about to stop."""
     loop = cast(Any, trainer.fit_loop)
     return trainer.should_stop and bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
+def _named(logger: Logger) -> list[str]:
+    """Return what a logger is called, and which version of its folders it writes, to find it again."""
+    return [type(logger).__name__, str(getattr(logger, "root_dir", None)), str(logger.version)]
 
 
 def _update_of(path: Path) -> int:

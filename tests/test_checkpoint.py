@@ -20,7 +20,8 @@ from toy import ListLoader, ToyU, build_trainer, window
 
 
 def checkpoint(update: int, size: int = 1000) -> dict[str, Any]:
-    return {"global_step": update, "state_dict": {"w": torch.full((size,), float(update))}}
+    weights = {"w": torch.full((size,), float(update))}
+    return {"global_step": update, "state_dict": weights, "optimizer_states": []}
 
 
 @pytest.fixture
@@ -77,6 +78,15 @@ class TestNewestValid:
         for file in files:
             assert str(file) in str(caught.value)
 
+    def test_weights_alone_are_passed_over(self, folder: Path) -> None:
+        """As `save_weights_only` writes them."""
+        content = checkpoint(40)
+        del content["optimizer_states"]
+        DurableCheckpointIO().save_checkpoint(content, folder / "weights-40.ckpt")
+        found = newest_valid(folder)
+        assert found.update == 30
+        assert "weights-40.ckpt holds weights alone" in found.passed_over[0]
+
     def test_nothing_there_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="there is no checkpoint"):
             newest_valid(tmp_path)
@@ -105,7 +115,13 @@ class TestWriting:
         path.write_bytes(before)  # a kill after the manifest, before the rename
         assert fault_of(path) is None
         assert newest_valid(tmp_path).update == 1
+        io.save_checkpoint(checkpoint(3), path)
+        io.save_checkpoint(checkpoint(4), path)  # of the same size as the one before
+        path.write_bytes(before)
+        io.save_checkpoint(checkpoint(1), path)
+        assert newest_valid(tmp_path).update == 1
         manifest_path(path).write_bytes(manifest)
+        path.write_bytes(before)
         assert fault_of(path) is None
 
     def test_what_is_written_is_what_torch_writes(self, tmp_path: Path) -> None:
@@ -245,6 +261,25 @@ class TestLock:
         assert read_holder(tmp_path)["process"] == os.getpid()
         lock.release()
 
+    def test_a_fork_does_not_hold_what_its_parent_held(self, tmp_path: Path) -> None:
+        """Workers outlive a killed run by seconds, and must not keep the next one out."""
+        lock = FolderLock(tmp_path)
+        (reading, writing), (ready, tells) = os.pipe(), os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(writing)
+            os.write(tells, b"1")
+            os.read(reading, 1)
+            os._exit(0)
+        os.read(ready, 1)
+        assert lock._file is not None
+        lock._file.close()  # as the end of the process does
+        FolderLock(tmp_path).release()
+        os.close(writing)
+        os.waitpid(child, 0)
+        for each in (reading, ready, tells):
+            os.close(each)
+
 
 class Evil:
     """Pickled, it is a call that makes a file."""
@@ -275,6 +310,8 @@ class TestClosedDoors:
         for act in (DurableCheckpointIO().load_checkpoint, read_checkpoint):
             with pytest.raises(UserError, match="not fetched from the web"):
                 act(f"{scheme}://example.com/a.ckpt")
+            with pytest.raises(UserError, match="not fetched from the web"):
+                act(f"simplecache::{scheme.upper()}://example.com/a.ckpt")
 
 
 class TestRotation:

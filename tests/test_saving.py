@@ -48,14 +48,14 @@ def names(folder: Path) -> list[str]:
 
 def test_the_best_by_the_least(tmp_path: Path) -> None:
     """Validations after 2, 4, …: NaN and a tie are no improvement; the last update is saved besides."""
-    saving = fit(tmp_path, monitor="score", keep_best=1)
+    saving = fit(tmp_path, monitor="score", keep=1)
     assert names(tmp_path) == ["best-000010", "update-000014"]
     assert saving.best == {"best-000010.ckpt": 2.0}
     assert saving.best_model_path == f"{tmp_path}/best-000010.ckpt"
 
 
 def test_the_best_by_the_largest_and_several(tmp_path: Path) -> None:
-    fit(tmp_path, monitor="score", mode="max", keep_best=2)
+    fit(tmp_path, monitor="score", mode="max", keep=1, keep_best=2)
     assert names(tmp_path) == ["best-000002", "best-000014"]
 
 
@@ -65,6 +65,65 @@ def test_every_so_many_updates(tmp_path: Path) -> None:
     assert names(tmp_path) == ["best-000010", "update-000012", "update-000014"]
     fit(tmp_path / "all", every=3, keep=0)
     assert names(tmp_path / "all") == [f"update-{update:06d}" for update in (3, 6, 9, 12, 14)]
+
+
+def test_the_newest_are_kept_where_each_is_the_best(tmp_path: Path) -> None:
+    """Or there would be nothing to fall back to."""
+    fit(tmp_path, updates=4, every=2, monitor="score", keep=3)
+    assert names(tmp_path) == ["best-000002", "best-000004"]
+    fit(tmp_path / "short", updates=4, every=2, monitor="score", keep=1)
+    assert names(tmp_path / "short") == ["best-000004"]
+
+
+def test_rotation_goes_by_numbers(tmp_path: Path) -> None:
+    """Past a million updates names are no longer in the order of letters."""
+    saving = DurableCheckpoint(every=1, minutes=None, keep=2, dirpath=str(tmp_path))
+    trainer = build_trainer(callbacks=[saving], enable_checkpointing=True)
+
+    class Far(Scored):
+        def on_train_start(self) -> None:
+            super().on_train_start()
+            for each in (999_997, 999_998):
+                trainer.save_checkpoint(tmp_path / f"update-{each}.ckpt")
+            trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed = 999_998
+
+    trainer.fit_loop.epoch_loop.max_steps = -1
+    trainer.fit(Far(), ListLoader([window([0])] * 4))
+    assert names(tmp_path) == ["update-1000001", "update-1000002"]
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")
+def test_another_run_in_the_same_folder(tmp_path: Path) -> None:
+    """Nothing is lost, and nothing of it is taken for this run's."""
+    fit(tmp_path, every=2, keep=0)
+    fit(tmp_path, updates=5, every=2, keep=0)
+    assert names(tmp_path) == ["update-000002", "update-000004", "update-000005"]
+    assert names(tmp_path / "earlier-1") == [f"update-{update:06d}" for update in range(2, 15, 2)]
+    assert newest_valid(tmp_path / "earlier-1").update == 14
+    saving = DurableCheckpoint(minutes=None, dirpath=str(tmp_path))
+    resumed = build_trainer(callbacks=[saving], enable_checkpointing=True, max_epochs=2)
+    loader = ListLoader([window([0])] * 5)
+    resumed.fit(Scored(), loader, ckpt_path=tmp_path / "update-000004.ckpt")
+    assert names(tmp_path / "earlier-2") == ["update-000005"]
+
+
+def test_a_resume_elsewhere_has_a_best_of_its_own(tmp_path: Path) -> None:
+    """That of the other folder cannot be found in this one."""
+    fit(tmp_path / "a", updates=10, monitor="score")
+    saving = DurableCheckpoint(minutes=None, monitor="score", dirpath=str(tmp_path / "b"))
+    trainer = build_trainer(callbacks=[saving], enable_checkpointing=True, max_epochs=2, val_check_interval=2)
+    validation = ListLoader([torch.tensor([0])])
+    path = tmp_path / "a" / "best-000010.ckpt"
+    trainer.fit(Scored(), ListLoader([window([0])] * 10), validation, ckpt_path=path)
+    assert saving.best == {"best-000020.ckpt": 2.0}
+    assert Path(saving.best_model_path).exists()
+
+
+def test_another_writer_is_spoken_of(tmp_path: Path) -> None:
+    from lightning.pytorch.plugins import AsyncCheckpointIO
+
+    with pytest.warns(UserWarning, match="written by AsyncCheckpointIO, as safely as it does"):
+        fit(tmp_path, updates=2, trainer={"plugins": [AsyncCheckpointIO()]})
 
 
 def test_a_metric_that_is_not_there(tmp_path: Path) -> None:

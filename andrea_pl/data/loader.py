@@ -1,7 +1,9 @@
 """The loader that builds windows itself: sized, lazy, resumable at any window, sharded over the ranks."""
 
 import hashlib
+import os
 import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -200,13 +202,20 @@ def build_loader(
 
 
 def _leave_signals_to_the_run(worker: int) -> None:
-    """Let a signal that is sent to all processes of a run end the workers when the run does, and not before.
+    """Let a signal that is sent to all processes of a run end a worker when the run ends, and not before.
 
-    SIGTERM ends a worker when it comes once more, as from a loader that wants to be rid of it.
+    Ctrl-C is ignored, and SIGTERM unless the run itself sends it, to be rid of this worker.
     """
     del worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda signum, _: signal.signal(signum, signal.SIG_DFL) and None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    threading.Thread(target=_end_when_the_run_says_so, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_when_the_run_says_so(run: int) -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != run:
+        continue
+    os._exit(128 + signal.SIGTERM)
 
 
 def _as_it_is(item: Any) -> Any:

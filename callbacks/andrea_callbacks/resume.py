@@ -39,6 +39,10 @@ class ExactResume(Callback):
     A checkpoint saved while a batch is under way, in `on_train_batch_start` say or between the batches of an
     accumulated update, is left to Lightning. With another number of ranks than it was saved by, generators
     start from the seed, which a warning says.
+
+    Not exact are two things of Lightning's: a scheduler that waits for a metric at the end of an epoch moves
+    after checkpoints are saved there, and `reload_dataloaders_every_n_epochs` draws from torch's generator
+    when it makes a loader.
     """
 
     def __init__(self) -> None:
@@ -47,6 +51,22 @@ class ExactResume(Callback):
         self._has_validated = False
         self._mends_validation = False
         self._finishes_epoch = False
+        self._before_validation: RandomState | None = None
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the random states that validation starts from, where it follows."""
+        self.note_states(trainer, pl_module)
+
+    def note_states(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep the random states of now for a checkpoint that is saved within the validation which follows.
+
+        A validation that was broken off is run again as a whole, and may draw. Callbacks that come after this
+        one, and save, call it again.
+        """
+        self._before_validation = RandomState(pl_module.device) if awaits_validation(trainer) else None
 
     @override
     def on_save_checkpoint(
@@ -59,8 +79,9 @@ class ExactResume(Callback):
         if place is not None:
             _bring_counters(trainer, checkpoint["loops"]["fit_loop"], place)
             checkpoint["epoch"] = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"]
-        own = RandomState(pl_module.device).state_dict()
-        checkpoint[KEY] = {"place": place, "random": _of_all_ranks(trainer, own)}
+        is_within = trainer.validating and place == "validation" and self._before_validation is not None
+        own = cast(RandomState, self._before_validation) if is_within else RandomState(pl_module.device)
+        checkpoint[KEY] = {"place": place, "random": _of_all_ranks(trainer, own.state_dict())}
 
     @override
     def on_load_checkpoint(
@@ -72,7 +93,7 @@ class ExactResume(Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Forget an earlier fit."""
-        self._restored = None
+        self._restored = self._before_validation = None
         self._has_validated = self._mends_validation = self._finishes_epoch = False
 
     @override

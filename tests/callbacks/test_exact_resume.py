@@ -75,13 +75,14 @@ def run(
     resume: Path | None = None,
     exact: bool = True,
     save: dict[str, Any] | None = None,
+    more: list[pl.Callback] | None = None,
     **options: Any,
 ) -> tuple[dict[str, Any], list[int]]:
     """Train, saving all the way; return the checkpoint of the end, and when validation ran."""
     pl.seed_everything(1 if resume is None else 2, verbose=False)
     saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, **(save or {}))
     seen = Validations()
-    callbacks = [seen, saving, *([ExactResume()] if exact else [])]
+    callbacks = [seen, saving, *([ExactResume()] if exact else []), *(more or [])]
     trainer = build_trainer(callbacks=callbacks, enable_checkpointing=True, **({"max_epochs": 4} | options))
     validation = DataLoader(TextRows(8), batch_size=4)
     trainer.fit(Project(), loader(), validation, ckpt_path=resume)
@@ -144,6 +145,26 @@ def test_in_the_middle_of_an_epoch_with_a_loader_that_can(tmp_path: Path, accumu
         exact, later = run(tmp_path / "exact", Counted, resume=file, **options)
         assert same(exact, straight), file.name
         assert later in ([each for each in steps if each >= step], [each for each in steps if each > step])
+
+
+class Interrupted(pl.Callback):
+    """Saves in the middle of a validation, and breaks it off."""
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 6 and not trainer.sanity_checking:
+            trainer.save_checkpoint("broken.ckpt")
+            raise KeyboardInterrupt
+
+
+def test_a_validation_that_draws_is_run_again(tmp_path: Path) -> None:
+    """A plain DataLoader draws a seed when it begins; the run begins it once."""
+    options: dict[str, Any] = {"val_check_interval": 3, "max_epochs": 2}
+    straight, _ = run(tmp_path / "straight", Counted, **options)
+    with pytest.raises(SystemExit):
+        run(tmp_path / "broken", Counted, more=[Interrupted()], **options)
+    exact, steps = run(tmp_path / "exact", Counted, resume=Path("broken.ckpt"), **options)
+    assert same(exact, straight)
+    assert steps == [6, 9, 12]
 
 
 def test_states_of_generators_as_plain_values(tmp_path: Path) -> None:
