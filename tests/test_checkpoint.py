@@ -16,6 +16,7 @@ from andrea_callbacks.durable import remove_temporaries, replace_durably, write_
 from andrea_pl import DurableCheckpoint, DurableCheckpointIO, UserError
 from andrea_pl.checkpoint import fault_of, manifest_path, newest_valid, read_checkpoint, sweep
 from andrea_pl.lock import FolderLock, read_holder
+from commands import run_python
 from toy import ListLoader, ToyU, build_trainer, window
 
 
@@ -156,11 +157,10 @@ class TestWriting:
             "    state = {'w': [torch.zeros(10**5) for _ in range(10)]}\n"
             "    DurableCheckpointIO().save_checkpoint(state, sys.argv[1])\n"
             "except UserError as error:\n"
-            "    sys.exit(str(error))\n"
+            "    print(error, file=sys.stderr)\n"
+            "    sys.exit(1)\n"
         )
-        result = subprocess.run(
-            [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=False
-        )
+        result = run_python(script, str(path))
         assert result.returncode == 1
         assert f"{path} could not be written: File too large; free some space" in result.stderr
         assert "bytes were, of a checkpoint whose tensors take 4,000,000; " in result.stderr
@@ -208,12 +208,7 @@ class TestWriting:
             "io.save_checkpoint(state, sys.argv[1])\n"
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
         )
-        result = subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path / "a.ckpt")],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        result = run_python(script, str(tmp_path / "a.ckpt"))
         assert int(result.stdout) < 6400
 
 

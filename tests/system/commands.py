@@ -1,7 +1,7 @@
 """Runs the command `andrea` in processes of its own, forked from one that has imported everything.
 
 A command spends seconds on imports before it does anything. Here one process imports once, and forks a
-child for each command: what a child does to itself ends with it.
+child for each command, and for each script of tests: what a child does to itself ends with it.
 """
 
 import atexit
@@ -34,15 +34,20 @@ def andrea_from_scratch(*arguments: str, timeout: int = 240, **environment: str)
     )
 
 
-def run_python(script: str, *arguments: str, timeout: int = 400, **environment: str) -> Result:
-    """Run a script in a process of its own, which can import what tests can."""
+def run_python(script: str, *arguments: str, **environment: str) -> Result:
+    """Run a script by a fork; it can import what tests can, and fork in turn."""
+    return Nursery.shared().run(list(arguments), environment, script)
+
+
+def run_python_from_scratch(script: str, *arguments: str, timeout: int = 240) -> Result:
+    """Run a script in a process that ends as any other."""
     return subprocess.run(
         [sys.executable, "-c", script, *arguments],
         capture_output=True,
         text=True,
         timeout=timeout,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -57,7 +62,7 @@ class Nursery:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         atexit.register(self.process.terminate)
 
@@ -68,12 +73,13 @@ class Nursery:
             cls._shared = cls()
         return cls._shared
 
-    def run(self, arguments: list[str], environment: dict[str, str]) -> Result:
-        """Have a child run the command, and return what came of it."""
+    def run(self, arguments: list[str], environment: dict[str, str], script: str | None = None) -> Result:
+        """Have a child run the command, or a script, and return what came of it."""
         with tempfile.TemporaryDirectory() as folder:
             outputs = [str(Path(folder) / name) for name in ("stdout", "stderr")]
             request = {
                 "arguments": arguments,
+                "script": script,
                 "folder": str(Path.cwd()),
                 "environment": {**os.environ, "OMP_NUM_THREADS": "1", **environment},
                 "outputs": outputs,
@@ -114,10 +120,15 @@ def live(request: dict[str, Any]) -> None:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     arguments = cast("list[str]", request["arguments"])
-    sys.argv = ["andrea", *arguments]
+    script = cast("str | None", request["script"])
+    sys.argv = ["andrea" if script is None else "-c", *arguments]
     code: Any = 1
     try:
-        code = main(arguments)
+        if script is None:
+            code = main(arguments)
+        else:
+            exec(script, {"__name__": "__main__"})
+            code = 0
     except SystemExit as stop:
         code = stop.code
     except BaseException:

@@ -84,9 +84,14 @@ def forbid_crossing_folders() -> None:
 
 
 def in_a_child(
-    act: Callable[[int], int | None], until: Callable[[list[str]], bool], signum: int = signal.SIGKILL
+    act: Callable[[int], int | None],
+    until: Callable[[list[str]], bool],
+    signum: int = signal.SIGKILL,
+    group: bool = False,
 ) -> tuple[list[str], int | None]:
     """Run `act` in a fork, and signal it once when `until` says so of the lines that it wrote.
+
+    With `group` all its processes are signalled, as by a terminal or by SLURM.
 
     Returns:
         The lines, and the exit code, None of a child that was killed.
@@ -95,6 +100,7 @@ def in_a_child(
     child = os.fork()
     if child == 0:
         os.close(reading)
+        os.setpgrp()
         code = 1
         try:
             code = act(writing) or 0
@@ -121,7 +127,7 @@ def in_a_child(
             break
         if not is_told and until(lines):
             is_told = True
-            os.kill(child, signum)
+            os.killpg(child, signum) if group else os.kill(child, signum)
             if signum == signal.SIGKILL:
                 os.waitpid(child, 0)
                 break

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from andrea_pl.checkpoint import newest_valid
-from commands import andrea, run_python
+from commands import andrea, run_python, run_python_from_scratch
 from test_command import TINY, log_folder, scalars, tiny
 from test_resume import difference
 
@@ -121,6 +121,36 @@ print(f"{statistics.median(seconds):.3f} {max(seconds):.3f}")
     assert ours == theirs  # every step once, in one folder
 
 
+def test_signals_to_all_processes_of_a_run(steady: Path) -> None:
+    """Workers leave them to the run, which finishes, saves and ends them."""
+    body = """
+for number, signum in enumerate((signal.SIGTERM, signal.SIGINT)):
+    options = ["--data.num_workers=2", *["--resume"] * number]
+    lines, code = in_a_child(
+        lambda pipe: fit(*options, pipe=pipe, pace=0.002), lambda lines: len(lines) > 5, signum, group=True
+    )
+    assert code == 128 + signum, (code, lines[-5:])
+    assert newest_valid("lightning_logs/version_0/checkpoints").update == killed.last(lines, "done")
+"""
+    run(body, str(steady))
+
+
+def test_a_process_ends_with_a_loader_in_its_hands(steady: Path) -> None:
+    """As a notebook or a script does that only looks at a window."""
+    script = """
+import yaml, sys
+from andrea_pl import TextDataModule, TextSource
+options = yaml.safe_load(open(sys.argv[1]))["data"]
+options["sources"] = [TextSource(**each) for each in options["sources"]]
+data = TextDataModule(**(options | {"num_workers": 2}))
+data.prepare_data()
+data.setup()
+windows = iter(data.train_dataloader())
+print(len(next(windows)))
+"""
+    assert run_python_from_scratch(script, str(steady), timeout=60).returncode == 0
+
+
 def test_a_second_signal_ends_at_once(steady: Path) -> None:
     body = """
 def act(pipe):
@@ -167,12 +197,21 @@ SLURM = {
 }
 
 
-def test_slurm_requeues(steady: Path) -> None:
+@pytest.mark.parametrize("place", ["logger", "no logger", "own folder"])
+def test_slurm_requeues(steady: Path, place: str) -> None:
     """SIGUSR1: the update is finished and saved, the job requeued; when it comes again it goes on."""
     Path("bin").mkdir()
     control = Path("bin/scontrol")
     control.write_text('#!/bin/sh\necho "$@" >> requeued\n')
     control.chmod(0o755)
+    config: dict[str, Any] = yaml.safe_load(steady.read_text())
+    if place == "no logger":
+        config["trainer"]["logger"] = False
+    elif place == "own folder":
+        options = {"dirpath": "kept", "minutes": 5}
+        saving = {"class_path": "andrea_pl.DurableCheckpoint", "init_args": options}
+        config["trainer"]["callbacks"].append(saving)
+    steady.write_text(yaml.safe_dump(config))
     body = """
 lines, code = in_a_child(
     lambda pipe: fit(pipe=pipe, pace=0.002), lambda lines: len(lines) > 3, signal.SIGUSR1
@@ -183,13 +222,15 @@ print(killed.last(lines, "done"))
     path = f"{Path('bin').absolute()}{os.pathsep}{os.environ['PATH']}"
     update = int(run(body, str(steady), PATH=path, **SLURM))
     assert Path("requeued").read_text() == "requeue 4711\n"
-    other = andrea("fit", "--config", str(steady), "--trainer.max_steps", "2")
-    assert log_folder(other).name == "version_4712"
+    if place == "logger":
+        other = andrea("fit", "--config", str(steady), "--trainer.max_steps", "2")
+        assert log_folder(other).name == "version_4712"
     again = andrea("fit", "--config", str(steady), **SLURM, SLURM_RESTART_COUNT="1", PATH=path)
     assert again.returncode == 0, again.stderr
     assert f"resuming after update {update}" in again.stderr
-    steps = [step for step, _ in scalars(Path("lightning_logs/version_4711"))["train/loss"]]
-    assert steps == list(range(1, 61))
+    if place != "no logger":
+        steps = [step for step, _ in scalars(Path("lightning_logs/version_4711"))["train/loss"]]
+        assert steps == list(range(1, 61))
 
 
 def test_what_stops_a_run_decides_the_exit_code(tiny: Path) -> None:

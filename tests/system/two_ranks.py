@@ -195,14 +195,27 @@ def resumed() -> dict[str, Any]:
     stops: list[Any] = []
 
     class Told(pl.Callback):
-        def __init__(self, at: int) -> None:
+        def __init__(self, at: int, in_validation: bool) -> None:
             self.at = at
+            self.in_validation = in_validation
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            if trainer.global_step + 1 == self.at and trainer.global_rank == RANKS - 1:
+            is_one = trainer.global_rank == RANKS - 1 and not self.in_validation
+            if trainer.global_step + 1 == self.at and is_one:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def train(place: str, told: int = 0, resume: Path | None = None) -> None:
+        def on_validation_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
+            if trainer.global_step == self.at and trainer.global_rank == 0 and self.in_validation:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    class Differs(pl.Callback):
+        """A metric that falls on one rank and rises on the other, as without sync_dist."""
+
+        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            sign = 1 if trainer.global_rank else -1
+            pl_module.log("metric", float(sign * trainer.global_step), batch_size=1)
+
+    def train(place: str, told: int = 0, resume: Path | None = None, in_validation: bool = False) -> None:
         data = TextDataModule(
             [TextSource(name="all", kind="tokens", documents=documents)],
             vocab_size=50,
@@ -217,14 +230,16 @@ def resumed() -> dict[str, Any]:
             vocab_size=50, block_size=16, d_model=16, n_heads=2, n_layers=1, dropout=0.2
         )
         module = LanguageModule(shape, lr=1e-2, schedule="constant")
-        saving = DurableCheckpoint(every=4, monitor="val/loss", dirpath=str(folder / place))
+        saving = DurableCheckpoint(every=4, monitor="metric", dirpath=str(folder / place))
         options = {
             "max_steps": 20,
             "max_epochs": -1,
             "val_check_interval": 5,
             "check_val_every_n_epoch": None,
         }
-        trainer = trainer_of(callbacks=[Told(told), saving], enable_checkpointing=True, **options)
+        trainer = trainer_of(
+            callbacks=[Differs(), Told(told, in_validation), saving], enable_checkpointing=True, **options
+        )
         try:
             trainer.fit(module, datamodule=data, ckpt_path=resume)
         except StoppedBySignal as stop:
@@ -234,7 +249,8 @@ def resumed() -> dict[str, Any]:
 
     train("straight")
     train("stopped", told=10)
-    train("rest", resume=newest_valid(folder / "stopped").path)
+    train("again", told=15, resume=newest_valid(folder / "stopped").path, in_validation=True)
+    train("rest", resume=newest_valid(folder / "again").path)
     kept = torch.load(newest_valid(folder / "stopped").path, weights_only=True)
     return {"weights": weights, "stops": stops, "random": kept["andrea_resume"]["random"]}
 
