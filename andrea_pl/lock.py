@@ -82,7 +82,8 @@ def _forget_in_a_fork() -> None:
         lock.forget()
 
 
-os.register_at_fork(after_in_child=_forget_in_a_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_a_fork)
 
 
 def read_holder(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,6 @@ memory beside the checkpoint, measured in a process of its own.
 """
 
 import argparse
-import resource
 import subprocess
 import sys
 import tempfile
@@ -61,9 +60,21 @@ def measure_memory(side: str, megabytes: int, folder: Path) -> None:
     """Print by how much one save raises this process's peak, in megabytes."""
     checkpoint = build_checkpoint(megabytes)
     SIDES[side]().save_checkpoint({"global_step": 0}, folder / "small.ckpt")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = start_peak()
     SIDES[side]().save_checkpoint(checkpoint, folder / "memory.ckpt")
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1000)
+    print((resident("VmHWM") - before) / 1e6)
+
+
+def start_peak() -> int:
+    """Forget the peak of this process's memory so far (Linux), and return what it has now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def resident(figure: str) -> int:
+    """Return a figure of this process's resident memory, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{figure}:"))
 
 
 def main() -> None:

@@ -208,6 +208,8 @@ def _leave_signals_to_the_run(worker: int) -> None:
     """
     del worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not hasattr(signal, "sigwaitinfo"):  # not on macOS
+        return
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     threading.Thread(target=_end_when_the_run_says_so, args=(os.getppid(),), daemon=True).start()
 

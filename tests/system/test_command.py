@@ -444,14 +444,13 @@ def test_two_ranks_train_as_one(tiny: Path) -> None:
     curves, rows = [], []
     Path("mine.py").write_text("import lightning.pytorch as pl\n\nclass Quiet(pl.Callback):\n    pass\n")
     trusted = ["--trust_imports", "mine", "--trainer.callbacks", "mine.Quiet"]
-    for options in ([], ["--trainer.devices", "2", "--trainer.strategy", "ddp", *trusted]):
-        result = andrea_from_scratch("fit", "--config", str(tiny), *options, PYTHONPATH=str(Path.cwd()))
+    two = ["--trainer.devices", "2", "--trainer.strategy", "ddp", *trusted]
+    for call, options in ((andrea, []), (andrea_from_scratch, two)):
+        result = call("fit", "--config", str(tiny), *options, PYTHONPATH=str(Path.cwd()))
         assert result.returncode == 0, result.stderr
         curves.append(scalars(log_folder(result)))
         checkpoint = ["--ckpt_path", str(next((log_folder(result) / "checkpoints").glob("*.ckpt")))]
-        predicted = andrea_from_scratch(
-            "predict", "--config", str(tiny), *options, *checkpoint, PYTHONPATH=str(Path.cwd())
-        )
+        predicted = call("predict", "--config", str(tiny), *options, *checkpoint, PYTHONPATH=str(Path.cwd()))
         assert predicted.returncode == 0, predicted.stderr
         rows.append([json.loads(line) for line in Path("predictions.jsonl").read_text().splitlines()])
     assert [row["document"] for row in rows[0]] == [row["document"] for row in rows[1]]

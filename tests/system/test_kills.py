@@ -86,7 +86,7 @@ folder.mkdir()
 seconds, update = [], 0
 for number in range(20):
     signum = (signal.SIGTERM, signal.SIGINT)[number % 2]
-    wait, began, sent = draw.uniform(0.0, 0.08), [], []
+    wait, began, sent = draw.uniform(0.0, 0.04), [], []
 
     def until(lines):
         if not began and any(each.startswith("done") for each in lines):
@@ -95,15 +95,15 @@ for number in range(20):
             sent.append(time.monotonic())
         return bool(sent)
 
-    lines, code = killed.in_a_child(lambda pipe: killed.train(folder, 240, 10**6, 9, pipe), until, signum)
+    lines, code = killed.in_a_child(lambda pipe: killed.train(folder, 150, 10**6, 9, pipe), until, signum)
     seconds.append(time.monotonic() - sent[0])
     assert code == 128 + signum, (code, lines[-3:])
     assert killed.newest_valid(folder).update == killed.last(lines, "done") > update
     update = killed.last(lines, "done")
-assert update < 240
-lines, code = killed.in_a_child(lambda pipe: killed.train(folder, 240, 10**6, 9, pipe), lambda _: False)
+assert update < 150
+lines, code = killed.in_a_child(lambda pipe: killed.train(folder, 150, 10**6, 9, pipe), lambda _: False)
 assert code == 0, lines[-3:]
-killed.compare(folder, 240, 10**6, 9)
+killed.compare(folder, 150, 10**6, 9)
 print(f"{statistics.median(seconds):.3f} {max(seconds):.3f}")
 """
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = [pytest.mark.system, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.system
 
 Results = dict[str, dict[str, Any]]
 

@@ -7,7 +7,7 @@ import torch
 
 from test_two_ranks import run_script
 
-pytestmark = [pytest.mark.system, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.system
 
 Results = dict[str, dict[str, Any]]
 

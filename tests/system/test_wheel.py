@@ -1,8 +1,12 @@
 """The wheel and the sdist: complete, and enough to run a fit far from the checkout."""
 
+import ast
+import re
+import site
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -65,9 +69,12 @@ def test_wheel_and_sdist(tmp_path: Path) -> None:
     assert not any(name.startswith(("tests/", "callbacks/")) for name in packed)
 
     environment = tmp_path / "environment"
-    venv.create(environment, with_pip=True)
+    venv.create(environment)
     python = environment / "bin" / "python"
-    run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel, cwd=tmp_path)
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    run(*pip, "install", "-q", "--no-deps", wheel, cwd=tmp_path)  # what it depends on is lent by this one
+    packages = next((environment / "lib").glob("python*/site-packages"))
+    (packages / "lent.pth").write_text("\n".join(site.getsitepackages()))
     config = environment / "share" / "andrea_pl" / "configs" / "overfit.yaml"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -76,3 +83,22 @@ def test_wheel_and_sdist(tmp_path: Path) -> None:
     said = run(environment / "bin" / "andrea", "fit", "--config", config, strategy, clipper, cwd=elsewhere)
     assert "epoch 60: loss 0.0" in said
     assert list((elsewhere / "runs").rglob("*.ckpt"))
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Every package that a module imports is a dependency of the wheel, or of an extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    required = [*project["dependencies"], *extras["parquet"]]
+    declared = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in required}
+    imported: set[str] = set()
+    for folder in ("andrea_pl", "callbacks/andrea_callbacks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    imported.add(node.module.partition(".")[0])
+    foreign = imported - set(sys.stdlib_module_names) - {"andrea_pl", "andrea_callbacks"}
+    assert len(foreign) > 8
+    assert {{"yaml": "pyyaml"}.get(each, each) for each in foreign} <= declared
