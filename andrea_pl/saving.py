@@ -180,10 +180,9 @@ class DurableCheckpoint(Checkpoint):
             aside = move_aside(Path(self.dirpath), trainer.global_step)
             if aside is not None:
                 rank_zero_info(f"checkpoints of updates that this run has not made are in {aside} now")
-        trainer.strategy.barrier("DurableCheckpoint.on_train_start")
-        if "://" not in self.dirpath:
             there = {each.name for each in Path(self.dirpath).glob(f"{BEST}-*{SUFFIX}")}
             self.best = {name: score for name, score in self.best.items() if name in there}
+        self.best = dict(trainer.strategy.broadcast(self.best))  # machines may share no disk
         self._since = time.monotonic()
         others = [each for each in cast(Any, trainer).callbacks if isinstance(each, DurableCheckpoint)]
         if others[-1] is self:  # the last one saves after the others have
