@@ -67,6 +67,7 @@ def restrict(arguments: list[str]) -> list[str]:
     """
     kept, trusted = _take(TRUST_FLAG, "the name of a module or package", arguments)
     kept, allowed = _take(DRIFT_FLAG, "a key, such as trainer.max_steps", kept)
+    allowed = [key for each in allowed for key in each.split(",")]
     if allowed:
         kept.append(f"{DRIFT_FLAG}={json.dumps(allowed)}")
     kept = _name_newest(kept)

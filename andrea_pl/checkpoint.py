@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
@@ -232,7 +232,8 @@ def newest_valid(folder: str | Path) -> Found:
     if passed_over:
         raise UserError(
             f"{folder}: no checkpoint verifies, and nothing is started afresh in its place: "
-            f"{'; '.join(passed_over)}. --ckpt_path takes one that you trust"
+            f"{'; '.join(passed_over)}. --ckpt_path takes one that you trust all the same, once its "
+            f"{MANIFEST_SUFFIX} is removed"
         )
     raise UserError(f"{folder}: there is no checkpoint; start without --resume")
 
@@ -400,6 +401,6 @@ def _storages(value: Any) -> dict[int, int]:
 
 
 def say_passed_over(found: Found) -> None:
-    """Warn of every newer checkpoint that did not verify."""
+    """Name every newer checkpoint that did not verify."""
     for each in found.passed_over:
-        rank_zero_warn(f"passed over: {each}")
+        rank_zero_info(f"passed over: {each}")

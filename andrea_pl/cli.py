@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 import andrea_pl.strategies
@@ -297,6 +298,10 @@ class AndreaCLI(LightningCLI):
         checkpoints = config.get("enable_checkpointing") is not False
         if checkpoints and not any(isinstance(each, Checkpoint) for each in given):
             added.append(DurableCheckpoint(monitor="val/loss"))
+        elif checkpoints and not any(isinstance(each, DurableCheckpoint) for each in given):
+            rank_zero_info(
+                "no DurableCheckpoint among trainer.callbacks: a signal ends this run without saving"
+            )
         added.append(self.stop_reason)
         self.trainer_defaults["callbacks"] = added
         try:

@@ -160,21 +160,24 @@ def compare_settings(
     differing = [key for key in sorted(here | there) if here.get(key, ABSENT) != there.get(key, ABSENT)]
     fixed = [key for key in differing if any(_covers(each, key) for each in FIXED)]
     drifted = [key for key in differing if not any(_covers(each, key) for each in allowed)]
-    said = [
-        f"{key}: checkpoint {there.get(key, ABSENT)!r}, here {here.get(key, ABSENT)!r}" for key in differing
-    ]
+
+    def said(keys: list[str]) -> str:
+        both = ((key, there.get(key, ABSENT), here.get(key, ABSENT)) for key in keys)
+        return _some([f"{key}: checkpoint {theirs!r}, here {ours!r}" for key, theirs, ours in both])
+
     if fixed:
         raise UserError(
-            f"{path} was written by other settings ({_some(said)}), and a resume cannot change "
-            f"{', '.join(FIXED)}; put them back, or take the weights alone with --init_from"
+            f"{path} was written by other settings, which a resume cannot change: {said(fixed)}; put them "
+            "back, or take the weights alone with --init_from"
         )
     if drifted:
         keys = " ".join(f"--allow_drift {key}" for key in drifted[:4])
         raise UserError(
-            f"{path} was written by other settings: {_some(said)}. Put them back, or let them differ: {keys}"
+            f"{path} was written by other settings: {said(drifted)}. Put them back, or let them differ: "
+            f"{keys}"
         )
     if differing:
-        rank_zero_info(f"goes on with other settings, as allowed: {_some(said)}")
+        rank_zero_info(f"goes on with other settings, as allowed: {said(differing)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,13 +216,15 @@ def _places(trainer: pl.Trainer) -> list[_Place]:
 
 def _given_run(trainer: pl.Trainer, folder: Path) -> _Place:
     """Return the run in a folder, if it is one of this configuration."""
+    if folder.is_file():
+        raise UserError(f"--resume {folder}: a file; --ckpt_path takes that, --resume its run's log folder")
     if not folder.is_dir():
         raise UserError(f"--resume {folder}: no such folder; give the log folder of a run")
     root = _root_of_runs(trainer)
     if root is not None and folder.resolve().parent != root.resolve():
         raise UserError(
-            f"--resume {folder}: this configuration's runs are in {root}; give one of those, or the "
-            "configuration of that run"
+            f"--resume {folder}: this configuration's runs are in {root}; give one of those, move that "
+            "one there, or resume into a new folder with --ckpt_path"
         )
     return _Place(folder=None if root is None else folder, checkpoints=folder / CHECKPOINTS)
 

@@ -179,7 +179,7 @@ class DurableCheckpoint(Checkpoint):
         if trainer.is_global_zero and "://" not in self.dirpath:
             aside = move_aside(Path(self.dirpath), trainer.global_step)
             if aside is not None:
-                rank_zero_info(f"checkpoints of updates that this run has not made are in {aside} now")
+                rank_zero_info(f"later checkpoints, damaged or of an earlier run, are in {aside} now")
             there = {each.name for each in Path(self.dirpath).glob(f"{BEST}-*{SUFFIX}")}
             self.best = {name: score for name, score in self.best.items() if name in there}
         self.best = dict(trainer.strategy.broadcast(self.best))  # machines may share no disk
@@ -341,7 +341,9 @@ class DurableCheckpoint(Checkpoint):
                 each._save(trainer)
         if told == signals.requeue and trainer.is_global_zero:
             requeue_job()
-        raise StoppedBySignal(told, trainer.global_step, self.last_path)
+        stop = StoppedBySignal(told, trainer.global_step, self.last_path)
+        rank_zero_info(str(stop))
+        raise stop
 
     def _read_metric(self, trainer: pl.Trainer) -> float | None:
         """Return rank zero's monitored metric, None where there is none to monitor or it is NaN."""

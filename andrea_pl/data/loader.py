@@ -70,6 +70,7 @@ class TextWindowLoader:
         pin_memory: Whether micro-batches are put in pinned memory.
         epoch: The epoch that iteration starts with.
         limit: Windows taken from an epoch, where the trainer takes fewer than there are.
+        text: A checksum of what is read, which a resume compares.
     """
 
     def __init__(
@@ -81,8 +82,10 @@ class TextWindowLoader:
         epoch: int = 0,
         limit: int | None = None,
         prefetch_factor: int = 2,
+        text: str | None = None,
     ) -> None:
         self.reader = reader
+        self.text = text
         self.window_sampler = sampler  # an attribute `sampler` would make Lightning think of a DataLoader's
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
@@ -138,7 +141,7 @@ class TextWindowLoader:
     def _order(self) -> dict[str, Any]:
         """Return what decides which sequence comes when."""
         lengths = hashlib.sha256(np.ascontiguousarray(self.reader.lengths).tobytes()).hexdigest()[:16]
-        return {**self.window_sampler.settings(), "lengths": lengths}
+        return {**self.window_sampler.settings(), "lengths": lengths, "text": self.text}
 
 
 class MicroBatchLoader:

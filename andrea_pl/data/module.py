@@ -22,6 +22,7 @@ from andrea_pl.data.loader import MicroBatchLoader, TextWindowLoader, WindowRead
 from andrea_pl.data.mixtures import Fixed
 from andrea_pl.data.prepare import Preparation, Prepared, keep_tokenizer, open_prepared, prepare
 from andrea_pl.data.repetition import repetition
+from andrea_pl.data.store import fingerprint
 from andrea_pl.data.tokenizer import TextTokenizer
 from andrea_pl.data.windows import EpochSampler, WindowSampler
 from andrea_pl.errors import UserError
@@ -293,6 +294,7 @@ class TextDataModule(pl.LightningDataModule):
             self._pin_memory(),
             epoch=trainer.current_epoch if trainer else 0,
             prefetch_factor=self.prefetch_factor,
+            text=self._checksum(),
         )
         if trainer is not None:
             limit = trainer.limit_train_batches
@@ -455,6 +457,17 @@ class TextDataModule(pl.LightningDataModule):
                         f"source {source.name!r}, document {number}: token id {token} is outside 0 … "
                         f"{self.vocab_size - 1}; set data.vocab_size to at least {token + 1}"
                     )
+
+    def _checksum(self) -> str:
+        """Return a checksum of all text, by those of its stores."""
+        stores = self._opened().stores
+        parts = [
+            fingerprint(source.documents)
+            if source.kind == "tokens"
+            else stores[source.name].manifest["sha256"]
+            for source in self.preparation.sources
+        ]
+        return fingerprint(parts)
 
     def _pin_memory(self) -> bool:
         return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"

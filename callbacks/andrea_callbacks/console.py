@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -67,6 +67,15 @@ class UpdateProgressBar(TQDMProgressBar):
         if report["skipped"]:
             shown["skipped"] = report["skipped"]
         return shown
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """End the bar's line, so that what is said of the exception has one of its own."""
+        for bar in cast("list[Any]", [self._train_progress_bar, self._val_progress_bar]):
+            if bar is not None:
+                bar.close()
 
 
 class RunReport(Callback):

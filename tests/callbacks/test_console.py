@@ -56,6 +56,15 @@ def test_summary_continues_within_an_epoch(tmp_path: Any) -> None:
     assert resumed.last == pytest.approx(straight.last)
 
 
+def test_what_is_said_of_an_exception_has_a_line_of_its_own(capfd: Any) -> None:
+    bad = [Window([(torch.tensor(A), float("nan"))])]
+    with pytest.raises(RuntimeError, match="not finite"):
+        fit(ToyU(), bad, callbacks=[UpdateProgressBar()], enable_progress_bar=True)
+    shown = capfd.readouterr()
+    assert "Epoch 0" in shown.out + shown.err
+    assert (shown.err or shown.out).endswith("\n")
+
+
 def test_bar_shows_the_last_update() -> None:
     bar = UpdateProgressBar()
     trainer = build_trainer(callbacks=[bar], enable_progress_bar=True)

@@ -106,6 +106,7 @@ class TestResume:
             (["--resume", "none"], "--resume none: no such folder"),
             (["--resume", "lightning_logs/version_0", "--ckpt_path", "a.ckpt"], "are not given both"),
             (["--resume", "."], "this configuration's runs are in"),
+            (["--resume", "text.jsonl"], "--resume text.jsonl: a file; --ckpt_path takes that"),
             (["--allow_drift"], "--allow_drift needs a key"),
         ],
     )
@@ -170,8 +171,19 @@ class TestDrift:
     def test_a_schedule_cannot_drift(self, saving: list[str]) -> None:
         fit(saving)
         said = fit(saving, "--resume", "--model.schedule", "constant", "--allow_drift", "model", code=1)
-        assert "model.schedule: checkpoint 'cosine', here 'constant'" in said
-        assert "a resume cannot change" in said
+        assert "which a resume cannot change: model.schedule: checkpoint 'cosine', here 'constant';" in said
+
+    def test_what_is_allowed_is_not_complained_of(self, saving: list[str]) -> None:
+        fit(saving)
+        flags = ["--model.lr", "0.02", "--model.max_norm", "0.5", "--allow_drift", "model.lr,data.seed"]
+        said = fit(saving, "--resume", *flags, code=1)
+        assert "other settings: model.max_norm: checkpoint 1.0, here 0.5. Put them back" in said
+
+    def test_a_text_of_the_same_lengths_is_another(self, saving: list[str]) -> None:
+        fit(saving)
+        text = Path("text.jsonl")
+        text.write_text(text.read_text().replace("says 25 and", "says 52 and"))
+        assert "or the text changed" in fit(saving, "--resume", *longer(), code=1)
 
     def test_a_mistyped_key(self, saving: list[str]) -> None:
         fit(saving)
