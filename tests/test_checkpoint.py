@@ -2,8 +2,7 @@
 
 import json
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -244,25 +243,23 @@ class TestLock:
 
     def test_a_killed_holder_holds_nothing(self, tmp_path: Path) -> None:
         """What it left behind names it, and is taken over."""
-        script = (
-            "import os, sys; from pathlib import Path; from andrea_pl.lock import FolderLock\n"
-            "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()\n"
-        )
-        with subprocess.Popen(
-            [sys.executable, "-c", script, str(tmp_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process:
-            assert process.stdout
-            assert process.stdout.readline() == "held\n"
-            with pytest.raises(UserError, match=f"process {process.pid} on"):
-                FolderLock(tmp_path)
-            process.kill()
-        assert read_holder(tmp_path)["process"] == process.pid
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            lock = FolderLock(tmp_path)
+            os.write(writing, b"1")
+            signal.pause()
+        os.read(reading, 1)
+        with pytest.raises(UserError, match=f"process {child} on"):
+            FolderLock(tmp_path)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert read_holder(tmp_path)["process"] == child
         lock = FolderLock(tmp_path)
         assert read_holder(tmp_path)["process"] == os.getpid()
         lock.release()
+        os.close(reading)
+        os.close(writing)
 
     def test_a_fork_does_not_hold_what_its_parent_held(self, tmp_path: Path) -> None:
         """Workers outlive a killed run by seconds, and must not keep the next one out."""

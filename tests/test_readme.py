@@ -1,8 +1,6 @@
 """What the README shows is true: its Python runs, its commands and configurations exist."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from andrea_pl import (
     TransformerConfig,
     Ucb1,
 )
+from commands import run_python
 from projects import everything
 from toy import build_trainer
 
@@ -33,12 +32,7 @@ def blocks(language: str) -> list[str]:
 @pytest.mark.system
 @pytest.mark.parametrize("number", range(2))
 def test_python_runs(number: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", blocks("python")[number]],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(f"import warnings; warnings.simplefilter('ignore')\n{blocks('python')[number]}")
     assert done.returncode == 0, done.stderr
     if number == 0:
         assert "in 3 updates" in done.stderr

@@ -196,7 +196,7 @@ def test_every_cut(straight: Run, tmp_path: Path) -> None:
     """Weights, moments, schedule, bandit, loader, generators, callbacks, counters; and every row logged."""
     end = load(straight.saved)
     is_acceptance = straight.options.get("check_val_every_n_epoch") is None
-    for cut in range(1, end["global_step"]) if is_acceptance else (2, 3, 5, 6, 7, 9, 11):
+    for cut in range(1, end["global_step"]) if is_acceptance else (3, 5, 6, 7):
         resumed = Run(
             tmp_path / str(cut),
             resume=straight.saved.with_name(f"update-{cut:06d}.ckpt"),
@@ -288,7 +288,7 @@ def test_whoever_saves(usual: Run, tmp_path: Path, saver: str) -> None:
     assert len(files) >= 2
     for file in files:
         cut = load(file)["global_step"]
-        if cut in (1, 4, 6, 8, 11, 12):
+        if cut in (4, 6, 11, 12):
             resumed = Run(tmp_path / file.stem, resume=file)
             ours, theirs = load(resumed.saved), load(usual.saved)
             for each in (ours, theirs):

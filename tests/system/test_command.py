@@ -72,7 +72,7 @@ def tiny(tmp_path: Path) -> Path:
 
 def test_overfit() -> None:
     """60 updates by the first seed's section 8.2; every scalar at steps 1 to 60, once, increasing."""
-    result = andrea_from_scratch("fit", "--config", str(CONFIGS / "overfit.yaml"))
+    result = andrea("fit", "--config", str(CONFIGS / "overfit.yaml"))
     assert result.returncode == 0, result.stderr
     found = scalars(Path("runs/overfit/version_0"))
     steps = list(range(1, 61))

@@ -33,12 +33,12 @@ def test_spike_is_attributed_over_all_ranks(both: list[Results], alone: Results)
     """The shares are those of a single process, and the first is the sequence that was planted."""
     for results in (*both, alone):
         assert results["spike"]["spikes"] == 1
-        assert list(results["spike"]["reports"]) == ["update-000070-spike"]
+        assert list(results["spike"]["reports"]) == ["update-000045-spike"]
         found = shares(results)
         assert max(found, key=lambda document: found[document]) == 55
         assert sorted(found) == list(range(50, 58))
         assert sum(found.values()) == pytest.approx(1.0, abs=1e-4)
-        report = results["spike"]["reports"]["update-000070-spike"]
+        report = results["spike"]["reports"]["update-000045-spike"]
         assert report["attribution"]["agreement"] == pytest.approx(1.0, abs=1e-5)
         assert len(report["sequences"]) == 8
         assert {part["identity"]["source"] for part in report["attribution"]["sources"]} == {
@@ -46,7 +46,7 @@ def test_spike_is_attributed_over_all_ranks(both: list[Results], alone: Results)
             "source 1",
         }
     assert (
-        both[0]["spike"]["reports"]["update-000070-spike"]["attribution"]["sequences"][0]["identity"]["rank"]
+        both[0]["spike"]["reports"]["update-000045-spike"]["attribution"]["sequences"][0]["identity"]["rank"]
         == 1
     )
     for document, share in shares(alone).items():
@@ -63,9 +63,9 @@ def test_origin_on_the_other_rank_is_named(both: list[Results], alone: Results) 
     """Lightning#19106: NaN on rank 1 only: both ranks decide alike and nobody hangs."""
     for results, rank in ((both[0], 1), (both[1], 1), (alone, 0)):
         poisoned = results["poisoned"]
-        assert poisoned["outcomes"] == (74, 1)
+        assert poisoned["outcomes"] == (47, 1)
         assert poisoned["flagged"] == 1
-        (origin,) = poisoned["reports"]["update-000070-nonfinite"]["origin"]
+        (origin,) = poisoned["reports"]["update-000045-nonfinite"]["origin"]
         assert origin["rank"] == rank
         assert [each["document"] for each in origin["sequences"]] == [55]
 
@@ -85,11 +85,11 @@ def test_foreign_project_on_two_ranks(both: list[Results], alone: Results) -> No
 def test_sharded_parameters_are_not_attributed(both: list[Results]) -> None:
     for results in both:
         assert results["fsdp2"]["spikes"] == 1
-        report = results["fsdp2"]["reports"]["update-000070-spike"]
+        report = results["fsdp2"]["reports"]["update-000045-spike"]
         assert "sharded over ranks (FSDP2)" in report["attribution"]["unavailable"]
         assert len(report["sequences"]) == 8
         assert report["norm"] == pytest.approx(
-            both[0]["spike"]["reports"]["update-000070-spike"]["norm"], rel=0.05
+            both[0]["spike"]["reports"]["update-000045-spike"]["norm"], rel=0.05
         )
 
 

@@ -30,7 +30,7 @@ from toy import ListLoader, build_trainer
 
 RANKS, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
 SHAPE = TransformerConfig(vocab_size=40, block_size=16, d_model=16, n_heads=2, n_layers=2)
-SPIKE, UPDATES, PLANTED, POISON = 70, 75, 5, 39
+SPIKE, UPDATES, PLANTED, POISON = 45, 48, 5, 39
 LR = 1e-2
 
 warnings.simplefilter("ignore")
