@@ -30,6 +30,8 @@ from andrea_pl.errors import UserError
 SUFFIX = ".ckpt"
 MANIFEST_SUFFIX = ".json"
 FORMAT_VERSION = 1
+KEPT_CONTENTS = 4
+"""Earlier contents that a manifest goes on naming; saves that were killed may not have arrived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
                 sha256=stream.digest.hexdigest(),
                 resumable="optimizer_states" in checkpoint,
             )
-            _write_manifest(local, [content, *_manifest(local)[:1]])
+            _write_manifest(local, [content, *_manifest(local)[:KEPT_CONTENTS]])
 
         try:
             local.parent.mkdir(parents=True, exist_ok=True)
@@ -223,8 +225,7 @@ def newest_valid(folder: str | Path) -> Found:
     for path in _newest_first(folder):
         fault = fault_of(path)
         if fault is None:
-            found = _checksum(path)
-            content = next(each for each in _manifest(path) if each.sha256 == found)
+            content = _content(path)
             if content.resumable:
                 return Found(path=path, update=content.update, passed_over=passed_over)
             fault = "holds weights alone, which nothing can go on from"
@@ -253,11 +254,7 @@ def move_aside(folder: Path, after: int) -> Path | None:
     Returns:
         The new folder, None where there was nothing to move.
     """
-    later = [
-        path
-        for path in _newest_first(folder)
-        if path.exists() and max((each.update for each in _manifest(path)), default=-1) > after
-    ]
+    later = [path for path in _newest_first(folder) if _manifest(path) and _is_later(path, after)]
     if not later:
         return None
     aside = next(each for number in count(1) if not (each := folder / f"earlier-{number}").exists())
@@ -266,6 +263,19 @@ def move_aside(folder: Path, after: int) -> Path | None:
         path.rename(aside / path.name)
         manifest_path(path).rename(manifest_path(aside / path.name))
     return aside
+
+
+def _is_later(path: Path, after: int) -> bool:
+    """Say whether a file is of an update after that, or damaged and may be."""
+    if not path.exists() or max(each.update for each in _manifest(path)) <= after:
+        return False
+    return fault_of(path) is not None or _content(path).update > after
+
+
+def _content(path: Path) -> Content:
+    """Return what a file that verifies holds, of what its manifest says that it may."""
+    found = _checksum(path)
+    return next(each for each in _manifest(path) if each.sha256 == found)
 
 
 def sweep(folder: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from andrea_callbacks.durable import remove_temporaries, replace_durably, write_all
 from andrea_pl import DurableCheckpoint, DurableCheckpointIO, UserError
-from andrea_pl.checkpoint import fault_of, manifest_path, newest_valid, read_checkpoint, sweep
+from andrea_pl.checkpoint import fault_of, manifest_path, move_aside, newest_valid, read_checkpoint, sweep
 from andrea_pl.lock import FolderLock, read_holder
 from commands import run_python
 from toy import ListLoader, ToyU, build_trainer, window
@@ -123,6 +123,21 @@ class TestWriting:
         manifest_path(path).write_bytes(manifest)
         path.write_bytes(before)
         assert fault_of(path) is None
+
+    def test_saves_of_the_same_name_that_were_killed(self, tmp_path: Path) -> None:
+        """One after the other before its rename: what lies there verifies, is gone on from, and stays."""
+        path, io = tmp_path / "last.ckpt", DurableCheckpointIO()
+        io.save_checkpoint(checkpoint(1), path)
+        before = path.read_bytes()
+        for update in (2, 3, 4):
+            io.save_checkpoint(checkpoint(update), path)
+            path.write_bytes(before)
+        assert newest_valid(tmp_path).update == 1
+        assert move_aside(tmp_path, after=1) is None
+        assert path.exists()
+        aside = move_aside(tmp_path, after=0)
+        assert aside is not None
+        assert newest_valid(aside).update == 1
 
     def test_what_is_written_is_what_torch_writes(self, tmp_path: Path) -> None:
         DurableCheckpointIO().save_checkpoint(checkpoint(3), tmp_path / "a.ckpt")

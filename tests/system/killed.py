@@ -139,6 +139,20 @@ def in_a_child(
     return lines, ended
 
 
+def after_the_first_update(wait: float, sent: list[float]) -> Callable[[list[str]], bool]:
+    """Return an `until` that holds so many seconds after the first update was done, and notes when."""
+    began: list[float] = []
+
+    def until(lines: list[str]) -> bool:
+        if not began and any(each.startswith("done") for each in lines):
+            began.append(time.monotonic())
+        if began and time.monotonic() - began[0] > wait:
+            sent.append(time.monotonic())
+        return bool(sent)
+
+    return until
+
+
 def last(lines: list[str], word: str) -> int:
     """Return the last number after a word, 0 without one."""
     numbers = [int(each.split()[1]) for each in lines if each.startswith(f"{word} ")]

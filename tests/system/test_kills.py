@@ -86,15 +86,8 @@ folder.mkdir()
 seconds, update = [], 0
 for number in range(20):
     signum = (signal.SIGTERM, signal.SIGINT)[number % 2]
-    wait, began, sent = draw.uniform(0.0, 0.04), [], []
-
-    def until(lines):
-        if not began and any(each.startswith("done") for each in lines):
-            began.append(time.monotonic())
-        if began and time.monotonic() - began[0] > wait:
-            sent.append(time.monotonic())
-        return bool(sent)
-
+    sent = []
+    until = killed.after_the_first_update(draw.uniform(0.0, 0.04), sent)
     lines, code = killed.in_a_child(lambda pipe: killed.train(folder, 150, 10**6, 9, pipe), until, signum)
     seconds.append(time.monotonic() - sent[0])
     assert code == 128 + signum, (code, lines[-3:])

@@ -81,16 +81,8 @@ draw = random.Random(7)
 seconds = []
 for number in range(3):
     signum = (signal.SIGTERM, signal.SIGINT)[number % 2]
-    wait, began, sent = draw.uniform(0.0, 0.04), [], []
-
-    def until(lines):
-        if not began and any(each.startswith("done") for each in lines):
-            began.append(time.monotonic())
-        if began and time.monotonic() - began[0] > wait:
-            sent.append(time.monotonic())
-            return True
-        return False
-
+    sent = []
+    until = killed.after_the_first_update(draw.uniform(0.0, 0.04), sent)
     resume = ["--resume"] if number else []
     lines, code = in_a_child(lambda pipe: fit(*resume, pipe=pipe, pace=0.002), until, signum)
     seconds.append(time.monotonic() - sent[0])
