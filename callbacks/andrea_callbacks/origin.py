@@ -6,7 +6,7 @@ each micro-batch again ──> a forward hook on every module: the first bad out
                            then sequence by sequence: whose it is
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from andrea_callbacks.replay import LossFunction, gradients_of, run_again, trainable, undisturbed
+from andrea_callbacks.tensors import is_mask, kind_of, real_view, tensors_in
 from andrea_callbacks.window import UpdateWindow
 
 
@@ -81,7 +82,7 @@ def _search(pl_module: pl.LightningModule, number: int, run: Callable[[], Tensor
         return Origin(
             phase="loss",
             micro_batch=number,
-            value=_kind(losses) or "NaN",
+            value=kind_of(losses) or "NaN",
             rows=rows,
             tensors={"losses": losses.detach()},
         )
@@ -89,7 +90,7 @@ def _search(pl_module: pl.LightningModule, number: int, run: Callable[[], Tensor
     return Origin(
         phase="forward",
         micro_batch=number,
-        value=_kind(output) or "NaN",
+        value=kind_of(output) or "NaN",
         rows=rows,
         module=name or type(pl_module).__name__,
         negative=probe.negative[0] if probe.first and probe.negative else None,
@@ -104,7 +105,7 @@ def _search_backward(pl_module: pl.LightningModule, number: int, losses: Tensor)
     per_row = losses.ndim == 1 and len(losses) > 1
     with _arrivals(names, parameters) as order:
         gradients = gradients_of(losses.sum(), parameters, keep=per_row)
-    bad = {name: each for name, each in zip(names, gradients, strict=True) if _kind(each)}
+    bad = {name: each for name, each in zip(names, gradients, strict=True) if kind_of(each)}
     if not bad:
         return None
     first = next((name for name in order if name in bad), next(iter(bad)))
@@ -113,12 +114,12 @@ def _search_backward(pl_module: pl.LightningModule, number: int, losses: Tensor)
         rows = tuple(
             row
             for row in range(len(losses))
-            if any(map(_kind, gradients_of(losses[row], parameters, keep=True)))
+            if any(map(kind_of, gradients_of(losses[row], parameters, keep=True)))
         )
     return Origin(
         phase="backward",
         micro_batch=number,
-        value=_kind(bad[first]) or "NaN",
+        value=kind_of(bad[first]) or "NaN",
         rows=rows,
         parameter=first,
         tensors={"gradient": bad[first]},
@@ -153,27 +154,12 @@ class _ForwardProbe:
         return look
 
     def _look_at(self, name: str, tensor: Tensor) -> None:
-        if self.first is not None or not (tensor.is_floating_point() or tensor.is_complex()):
+        if self.first is not None:
             return
-        if _kind(tensor, with_negative=False) is not None:
+        if kind_of(tensor, with_negative=False) is not None:
             self.first = (name, tensor.detach().clone())
         elif self.negative is None and _has_negative_infinity(tensor):
             self.negative = (name, tensor.detach().clone())
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a module returns: one, or mappings, tuples, lists and records of them."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for each in cast("Mapping[Any, Any]", output).values():
-            yield from tensors_in(each)
-    elif isinstance(output, (list, tuple)):
-        for each in cast("list[Any]", output):
-            yield from tensors_in(each)
-    elif hasattr(output, "__dataclass_fields__"):
-        for name in output.__dataclass_fields__:
-            yield from tensors_in(getattr(output, name))
 
 
 @contextmanager
@@ -194,23 +180,10 @@ def _arrivals(names: list[str], parameters: list[Tensor]) -> Generator[list[str]
             handle.remove()
 
 
-def _kind(tensor: Tensor, with_negative: bool = True) -> str | None:
-    """Return `NaN` or `Inf` for a tensor that has one, None for one that has neither."""
-    values = tensor.detach()
-    if values.layout != torch.strided:
-        values = values.to_dense()
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    if bool(torch.isnan(values).any()):
-        return "NaN"
-    found = torch.isinf(values) if with_negative else values == float("inf")
-    return "Inf" if bool(found.any()) else None
-
-
 def _has_negative_infinity(tensor: Tensor) -> bool:
-    """Say whether a tensor has -Inf and is no additive mask, which has zeros and -Inf alone."""
-    is_negative = tensor.detach() == float("-inf")
-    return bool(is_negative.any()) and bool((tensor.detach()[~is_negative] != 0).any())
+    """Say whether a tensor has -Inf and is no additive mask."""
+    values = real_view(tensor)
+    return values is not None and bool((values == float("-inf")).any()) and not is_mask(values)
 
 
 def _bad_rows(losses: Tensor) -> tuple[int, ...] | None:

@@ -1,0 +1,176 @@
+"""The tensors in whatever a project's batches and outputs are made of, and NaN and Inf in them."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+DEEPEST = 8
+"""Levels of containers and records that are looked into."""
+
+
+def named_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a value with their places in it, such as `inputs.x[0]`.
+
+    Looks into mappings, lists, tuples, named tuples, dataclasses, attrs classes, graph data that has `keys`,
+    and the attributes of other objects. Properties are not evaluated, and iterators are not advanced.
+
+    Args:
+        value: A batch, or what a module returned.
+    """
+    yield from _walk(value, "", DEEPEST, set())
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value; see `named_tensors`."""
+    for _, tensor in named_tensors(value):
+        yield tensor
+
+
+def _walk(value: Any, place: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield place, value
+        return
+    if depth == 0 or id(value) in seen or _is_leaf(value):
+        return
+    seen.add(id(value))
+    for name, part in _parts(value):
+        yield from _walk(part, f"{place}{name}" if place else name.removeprefix("."), depth - 1, seen)
+
+
+def _is_leaf(value: Any) -> bool:
+    """Say whether a value holds no tensors of its own, or is part of the project rather than of its data."""
+    kinds = (str, bytes, int, float, complex, type(None), type, ModuleType, nn.Module, Optimizer, torch.dtype)
+    return isinstance(value, kinds) or callable(value)
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """Return the parts of a container or record with their names; one that cannot be read is left out."""
+    fields = getattr(value, "_fields", None)
+    if isinstance(value, Mapping):
+        mapping = cast("Mapping[Any, Any]", value)
+        return [(f".{key}" if isinstance(key, str) else f"[{key!r}]", mapping[key]) for key in mapping]
+    if isinstance(value, tuple) and isinstance(fields, tuple):
+        pairs = zip(cast("tuple[str, ...]", fields), cast("tuple[Any, ...]", value), strict=False)
+        return [(f".{name}", part) for name, part in pairs]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [(f"[{place}]", part) for place, part in enumerate(cast("list[Any]", value))]
+    found = [(f".{name}", _read(value, name)) for name in _names(value)]
+    return [(name, part) for name, part in found if part is not None]
+
+
+def _names(value: Any) -> list[str]:
+    """Return the names of what a record keeps, in their order."""
+    kind = cast("type[Any]", type(value))
+    if dataclasses.is_dataclass(kind):
+        return [each.name for each in dataclasses.fields(kind)]  # without InitVar and ClassVar
+    attributes: Any = getattr(kind, "__attrs_attrs__", None)
+    if attributes is not None:
+        return [each.name for each in attributes]
+    if _has_keys(value):
+        try:
+            return [str(each) for each in value.keys()]  # noqa: SIM118  no mapping
+        except Exception:  # somebody's method; it is no such container then
+            return []
+    return [*getattr(value, "__dict__", {}), *_slots(kind)]
+
+
+def _has_keys(value: Any) -> bool:
+    """Say whether a value has keys and items without being a mapping, as graphs of PyTorch Geometric have."""
+    return callable(getattr(value, "keys", None)) and hasattr(value, "__getitem__")
+
+
+def _slots(kind: type) -> list[str]:
+    names: list[str] = []
+    for each in kind.__mro__:
+        slots: Any = vars(each).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in names if not name.startswith("__")]
+
+
+def _read(value: Any, name: str) -> Any:
+    kept: Any = getattr(value, "__dict__", {})
+    try:
+        if name in kept:
+            return kept[name]
+        return value[name] if _has_keys(value) else getattr(value, name)
+    except Exception:  # a property of that name, or nothing there yet
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """NaN or Inf in a tensor of a batch."""
+
+    key: str
+    """Where in the batch the tensor is; empty for a batch that is a tensor."""
+    value: str
+    """`NaN` or `Inf`."""
+    rows: tuple[int, ...]
+    """Of the tensor's first dimension, from 0; empty for a 0-d tensor."""
+    length: int
+    """Rows of the tensor."""
+
+
+def faults_in(batch: Any) -> list[Fault]:
+    """Return the tensors of a batch that have NaN or Inf; additive masks, of zeros and -Inf, are none.
+
+    The host waits for a device. Kinds of tensors that cannot be looked into are passed over.
+    """
+    found: list[Fault] = []
+    for key, tensor in named_tensors(batch):
+        try:
+            fault = _fault_of(key, tensor)
+        except (RuntimeError, NotImplementedError):  # quantized, nested, meta, of somebody's own
+            continue
+        if fault is not None:
+            found.append(fault)
+    return found
+
+
+def _fault_of(key: str, tensor: Tensor) -> Fault | None:
+    values = real_view(tensor)
+    if values is None or kind_of(values) is None:
+        return None
+    bad = ~torch.isfinite(values)
+    if not bool(torch.isnan(values).any()) and is_mask(values):
+        return None
+    rows = bad.flatten(1).any(1) if bad.ndim > 1 else bad
+    numbers = cast("list[int]", rows.nonzero().flatten().tolist()) if bad.ndim else []
+    return Fault(
+        key=key,
+        value=kind_of(values) or "NaN",
+        rows=tuple(numbers),
+        length=len(values) if values.ndim else 0,
+    )
+
+
+def real_view(tensor: Tensor) -> Tensor | None:
+    """Return a tensor's values, dense and real, None where it is of whole numbers or has no data."""
+    values = tensor.detach()
+    if values.is_meta or not (values.is_floating_point() or values.is_complex()):
+        return None
+    if values.layout != torch.strided:
+        values = values.to_dense()
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+
+
+def kind_of(tensor: Tensor, with_negative: bool = True) -> str | None:
+    """Return `NaN` or `Inf` for a tensor that has one, None for one that has neither."""
+    values = real_view(tensor)
+    if values is None:
+        return None
+    if bool(torch.isnan(values).any()):
+        return "NaN"
+    found = torch.isinf(values) if with_negative else values == float("inf")
+    return "Inf" if bool(found.any()) else None
+
+
+def is_mask(values: Tensor) -> bool:
+    """Say whether real values are an additive mask: zeros and -Inf, and nothing else."""
+    return bool(((values == 0) | (values == float("-inf"))).all())
