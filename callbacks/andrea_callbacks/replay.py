@@ -1,8 +1,8 @@
 """Running micro-batches again to see what was in them, without leaving a trace in the run."""
 
 import copy
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -67,37 +67,92 @@ def replay_failed(error: Exception) -> str:
 def undisturbed(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Generator[None, None, None]:
     """Run networks in the training step's precision, and leave no trace.
 
-    Put back are random states, buffers (also ones that were replaced), the states of torchmetrics, modes,
-    gradients and `requires_grad`; what is logged in between is dropped. What else a module keeps in plain
-    attributes, and what hooks of its own do, is out of reach.
+    Random states, buffers (also ones that were replaced), the states of torchmetrics, modes, gradients and
+    `requires_grad` are restored, each whatever becomes of the others; what is logged in between is dropped.
+    What else a module keeps in plain attributes, and what hooks of its own do, is out of reach.
+
+    Raises:
+        ReplayUnavailable: Before anything is run, if a buffer cannot be copied.
     """
-    state = RandomState(pl_module.device)
-    generators = [(each, each.get_state()) for each in _generators(pl_module)]
-    modes = [(each, each.training) for each in pl_module.modules()]
-    parameters = [(each, each.grad, each.requires_grad) for each in pl_module.parameters()]
-    buffers = [(part, dict(part._buffers)) for part in pl_module.modules()]  # pyright: ignore[reportPrivateUsage]
-    values = {id(each): each.clone() for _, kept in buffers for each in kept.values() if each is not None}
-    metrics = [(each, _metric_state(each)) for each in pl_module.modules() if isinstance(each, Metric)]
-    try:
+    buffers = [_KeptBuffer(part, name, path) for part, name, path in _buffers(pl_module)]
+    with ExitStack() as undo:
+        undo.callback(RandomState(pl_module.device).restore)
+        for generator in _generators(pl_module):
+            undo.callback(generator.set_state, generator.get_state())
+        for module in pl_module.modules():
+            undo.callback(setattr, module, "training", module.training)
+        for parameter in pl_module.parameters():
+            undo.callback(parameter.requires_grad_, parameter.requires_grad)
+            undo.callback(setattr, parameter, "grad", parameter.grad)
+        for metric in pl_module.modules():
+            if isinstance(metric, Metric):
+                undo.callback(vars(metric).update, _metric_state(metric))
+        for buffer in buffers:
+            undo.callback(buffer.restore)
         with _unlogged(pl_module), torch.enable_grad(), trainer.precision_plugin.train_step_context():
             yield
-    finally:
-        state.restore()
-        for generator, kept in generators:
-            generator.set_state(kept)
-        for module, was_training in modes:
-            module.training = was_training
-        for parameter, gradient, required in parameters:
-            parameter.grad = gradient
-            parameter.requires_grad_(required)
-        for metric, kept in metrics:
-            vars(metric).update(kept)
-        with torch.no_grad():
-            for module, kept in buffers:
-                module._buffers.update(kept)  # pyright: ignore[reportPrivateUsage]
-                for buffer in kept.values():
-                    if buffer is not None and not torch.equal(buffer, values[id(buffer)]):
-                        buffer.copy_(values[id(buffer)])
+
+
+def _buffers(pl_module: nn.Module) -> list[tuple[nn.Module, str, str]]:
+    """Return the modules that have buffers, with each buffer's name there and in the whole."""
+    named = cast("Iterator[tuple[str, nn.Module]]", pl_module.named_modules())
+    return [
+        (part, name, f"{path}.{name}" if path else name)
+        for path, part in named
+        for name in part._buffers  # pyright: ignore[reportPrivateUsage]
+    ]
+
+
+class _KeptBuffer:
+    """A buffer as it is, of any kind: dense, sparse, quantized, complex, without elements or without data."""
+
+    def __init__(self, module: nn.Module, name: str, path: str) -> None:
+        self._module = module
+        self._name = name
+        self._path = path
+        self._buffer = module._buffers[name]  # pyright: ignore[reportPrivateUsage]
+        self._values: Tensor | None = None
+        if self._buffer is not None and not self._buffer.is_meta:
+            try:
+                self._values = self._buffer.detach().clone()
+            except Exception as error:  # a kind of tensor that cannot be copied
+                raise ReplayUnavailable(
+                    f"attribution is not available: the buffer {path} cannot be copied "
+                    f"({type(error).__name__}: {error}), and running the update again might change it"
+                ) from error
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the buffer and its values; one that cannot be written to gives way to its copy."""
+        self._module._buffers[self._name] = self._buffer  # pyright: ignore[reportPrivateUsage]
+        if self._buffer is None or self._values is None or _is_same(self._buffer, self._values):
+            return
+        try:
+            self._buffer.copy_(self._values)
+        except (
+            Exception
+        ):  # views that overlap, sparse ones with other elements, and others torch cannot write
+            self._module._buffers[self._name] = self._values  # pyright: ignore[reportPrivateUsage]
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool | None:
+    """Say whether two tensors have the same values, bit for bit; None where that cannot be told."""
+    try:
+        if one.layout is torch.strided and not one.is_quantized:
+            return torch.equal(one, other)
+        if one.layout is torch.sparse_coo:
+            return one.is_coalesced() == other.is_coalesced() and all(
+                map(torch.equal, _coordinates(one), _coordinates(other))
+            )
+        if one.is_quantized:
+            return torch.equal(one, other)
+        return torch.equal(one.to_dense(), other.to_dense())
+    except Exception:  # kinds that torch does not compare
+        return None
+
+
+def _coordinates(sparse: Tensor) -> tuple[Tensor, Tensor]:
+    return sparse._indices(), sparse._values()
 
 
 @contextmanager
