@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from andrea_callbacks.gradient_watch import clip_begins, clip_ends
 from andrea_callbacks.gradients import (
     GradientMoment,
     GradientNorm,
@@ -161,6 +162,14 @@ class Clipper:
         norm = self.gradient_norm(optimizer)
         if hold is not None and not can_hold(optimizer):
             raise ValueError(f"{type(optimizer).__name__} cannot be held by a device now; see can_hold")
+        if max_norm < math.inf:
+            clip_begins(optimizer)
+        coefficient = self._clip(optimizer, norm, max_norm, hold)
+        if max_norm < math.inf:
+            clip_ends(optimizer, max_norm, norm.total * coefficient)
+        return coefficient
+
+    def _clip(self, optimizer: Optimizer, norm: GradientNorm, max_norm: float, hold: Tensor | None) -> Tensor:
         if max_norm == math.inf:
             self._fold(optimizer, None, hold)
             return torch.ones_like(norm.total)

@@ -34,6 +34,7 @@ from andrea_callbacks.events import publish_event as publish_event
 from andrea_callbacks.finite import FiniteGuard as FiniteGuard
 from andrea_callbacks.finite import NonFiniteError as NonFiniteError
 from andrea_callbacks.finite import NonFiniteWarning as NonFiniteWarning
+from andrea_callbacks.gradient_watch import UnwatchedWarning as UnwatchedWarning
 from andrea_callbacks.gradients import GradientNorm as GradientNorm
 from andrea_callbacks.gradients import gradient_norm as gradient_norm
 from andrea_callbacks.journal import RunJournal as RunJournal

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from andrea_callbacks.host import agree, widest
-from andrea_callbacks.identity import Identity, gathered, identify
+from andrea_callbacks.identity import Identity, NameFunction, gathered, identity_of, row_names
 from andrea_callbacks.replay import LossFunction, gradients_of, run_again, undisturbed
 from andrea_callbacks.window import UpdateWindow
 
@@ -61,6 +61,7 @@ def attribute(
     parameters: Sequence[Tensor],
     whole: Sequence[Tensor] | None,
     norm: float,
+    identify: NameFunction | None = None,
 ) -> Attribution:
     """Run an update's micro-batches again, one backward pass a sequence, and compare with the gradient.
 
@@ -75,6 +76,7 @@ def attribute(
         parameters: Those of the optimizer.
         whole: The update's gradient, alike on all ranks; None where it is gone.
         norm: Its norm.
+        identify: Names the rows of a micro-batch.
     """
     parameters = [each for each in parameters if each.requires_grad]
     with undisturbed(trainer, pl_module), torch.no_grad():
@@ -91,7 +93,9 @@ def attribute(
             agreement = product / math.sqrt(squared * size) if squared and size else 0.0
         ruler = _Ruler(whole=whole, size=size, factor=factor, is_replayed=agreement is None)
         del replayed
-        mine = together(lambda: _sequences(trainer, pl_module, window, losses_of, parameters, ruler))
+        mine = together(
+            lambda: _sequences(trainer, pl_module, window, losses_of, parameters, ruler, identify)
+        )
         sequences = gathered(mine)
         sources = _sources(pl_module, window, losses_of, parameters, ruler, sequences)
     return Attribution(
@@ -164,6 +168,7 @@ def _sequences(
     losses_of: LossFunction,
     parameters: list[Tensor],
     ruler: _Ruler,
+    identify: NameFunction | None,
 ) -> list[Part]:
     parts: list[Part] = []
     for number, micro_batch, run in run_again(losses_of, window, pl_module.device):
@@ -172,12 +177,13 @@ def _sequences(
             each_loss = losses.unbind() if losses.ndim else (losses,)
         if not losses.ndim:
             gradient = gradients_of(losses, parameters)
-            identity = identify(trainer, micro_batch, number, None)
+            identity = identity_of(trainer, micro_batch, number, None)
             parts.append(ruler.part(identity, float(losses.detach()), gradient))
             continue
+        names = row_names(micro_batch, identify)
         for row, loss in enumerate(each_loss):
             gradient = gradients_of(loss, parameters, keep=row + 1 < len(losses))
-            identity = identify(trainer, micro_batch, number, row)
+            identity = identity_of(trainer, micro_batch, number, row, names)
             parts.append(ruler.part(identity, float(loss.detach()), gradient))
     return parts
 
@@ -232,12 +238,16 @@ def _over_ranks(total: list[Tensor]) -> list[Tensor]:
 
 
 def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    """Return the inner product of two lists of tensors, added up in float64."""
+    """Return the inner product of two lists of tensors, added up in float64; its real part."""
     sums = [
-        torch.dot(a.flatten().to(widest(a.device)), b.flatten().to(widest(b.device))).cpu()
+        torch.dot(_flat(a).to(widest(a.device)), _flat(b).to(widest(b.device))).cpu()
         for a, b in zip(left, right, strict=True)
     ]
     return float(torch.stack(sums).double().sum()) if sums else 0.0
+
+
+def _flat(values: Tensor) -> Tensor:
+    return (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).flatten()
 
 
 def _largest_first(parts: list[Part]) -> list[Part]:

@@ -13,18 +13,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from andrea_callbacks.events import RunEvent, publish_event
+from andrea_callbacks.gradient_watch import Clip, UpdateGradient, update_gradient, watch_of
 from andrea_callbacks.gradients import GradientNorm, optimizer_parameters
 from andrea_callbacks.host import widest
-from andrea_callbacks.measuring import (
-    automatic_coefficient,
-    clip_threshold,
-    is_due,
-    measured_norm,
-    remaining_scale,
-)
+from andrea_callbacks.measuring import automatic_coefficient, clip_threshold
 from andrea_callbacks.protocols import reports_updates
-from andrea_callbacks.scalars import Value
-from andrea_callbacks.updates import ReportCallback
+from andrea_callbacks.scalars import Doubtful, Value
+from andrea_callbacks.steps import StepCallback, is_due
 from andrea_callbacks.weights import forget_weights, group_names, remember_weights, weight_change
 
 UNCLIPPED = 1.0 - 1e-6
@@ -33,6 +28,9 @@ UNCLIPPED = 1.0 - 1e-6
 HARD = 0.5
 """Coefficients under this count as a hard clip: the norm was more than twice what was allowed."""
 
+TINY = 1e-30
+"""Norms under this are taken for it where they divide; float32 holds it."""
+
 LAST = 100
 """Updates over which hard clips are counted."""
 
@@ -40,24 +38,26 @@ LAYERS = (r"^(?:\w+\.)*?\d+(?=\.)", r"^.*(?=\.)", r".*")
 """A numbered block, such as `network.blocks.3`, or the module that has the parameter."""
 
 
-class PreClipNorm(ReportCallback):
+class PreClipNorm(StepCallback):
     """Records the global L2 norm of the gradient before clipping, after it, and how often the clip bites.
 
-    With a module that reports its updates the figures are the module's. In any other module the norm is
-    measured in `on_before_optimizer_step`, which Lightning calls after the gradients were unscaled and before
-    it clips. What the clip made of it is known under automatic optimization, where Lightning clips by
-    `gradient_clip_val`; where a module clips by value, in its own way, or under its own manual optimization,
-    what speaks of clipping is absent.
+    With a module that reports its updates the figures are the module's. In any other module the norm is that
+    of the gradients before anything changed them: before Lightning or a strategy clips, or the module calls
+    `torch.nn.utils.clip_grad_norm_` or `clip_grad_value_`, under automatic and manual optimization alike. In
+    a run that never clips, the scalars of the clip are absent. If the gradients were changed by other means,
+    such as `p.grad.mul_(0.1)`, their norm before that is not known: `train/grad_norm` is left out of that
+    update, and a warning says so once.
 
-    With a fused optimizer under a GradScaler, Lightning leaves the gradients scaled; the norm then is that of
-    the scaled gradient divided by the scale.
+    The norm never has a GradScaler's scale in it. Gradients that are clipped while they carry the scale are
+    clipped to less: `train/clip_threshold` is the threshold divided by the scale.
 
     Warns once when more than half of the last 100 updates were clipped to less than half their norm, and at
     the end of the first epoch of trainable parameters that never received a gradient. With several optimizers
-    names of groups start with the optimizer's place.
+    names of groups start with the optimizer's place, and each is recorded in detail as often.
 
     Args:
-        every: Updates between two records of parameter groups, layers, kinds of gradients and weights.
+        every: Steps of an optimizer between two records of parameter groups, layers, kinds of gradients and
+            weights.
         layers: Regular expressions, searched for in parameters' names; what the first that is found matches
             is the layer's name. By default a numbered block, or the module that has the parameter.
         name: Tells instances in the same trainer apart.
@@ -67,12 +67,12 @@ class PreClipNorm(ReportCallback):
 
     Metrics recorded:
         train/grad_norm: Norm before clipping.
-        train/grad_norm_clipped: Norm after clipping.
+        train/grad_norm_clipped: Norm after clipping, by norm or by value.
         train/clip_coefficient: The second over the first.
         train/clipped_share: Share of updates so far that were clipped; those that are not finite do not
             count.
         train/clipped_to: Mean coefficient of those that were clipped.
-        train/clip_threshold: What is clipped to, where anything is.
+        train/clip_threshold: Norm that the whole gradient is clipped to, where one is known.
         grad_norm_group/<group>, grad_norm_layer/<layer>: Norms before clipping.
         gradients/none, /zero, /finite, /nonfinite: How many parameters have no gradient, one of zeros, one of
             finite numbers not all zero, one with NaN or Inf.
@@ -104,16 +104,22 @@ class PreClipNorm(ReportCallback):
         self._names: dict[int, str] = {}
         self._lacking: list[tuple[str, Tensor]] = []
         self._due: list[tuple[int, Optimizer]] = []
+        self._open: list[tuple[int, Optimizer, UpdateGradient]] = []
+        self._has_seen_clip = False
+        self._has_warned_of_change = False
+        self._doubts: list[tuple[int, Tensor]] = []
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Learn the parameters' names."""
+        super().on_train_start(trainer, pl_module)
         named = list(pl_module.named_parameters())
         self._names = {id(each): name for name, each in named}
         self._lacking = [
             (name, each) for name, each in named if each.requires_grad and name not in self._received
         ]
         self._due.clear()
+        self._open.clear()
         forget_weights(trainer)
 
     @override
@@ -121,26 +127,31 @@ class PreClipNorm(ReportCallback):
         """Record what the module measured."""
         norm = report.get("grad_norm")
         if norm is not None:
-            self._record(trainer, report["update"], norm, report.get("clip_coefficient"))
+            self.record(trainer, report["update"], {"train/grad_norm": norm})
+            self._record_clip(trainer, report["update"], norm, report.get("clip_coefficient"))
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Measure the norm where the module does not report it, and every now and then its parts."""
+        """Record the norm where the module does not report it, and every now and then its parts."""
+        count = self.steps.next(trainer, optimizer)
+        if count is None:
+            return
         update = trainer.global_step + 1
-        due = is_due(trainer, update, self.every)
+        due = is_due(count, self.every)
         reports = reports_updates(pl_module)
         self._note_received()
         if reports and not due:
             return
-        norm = measured_norm(trainer, optimizer)
-        scale = remaining_scale(trainer, optimizer)
-        if not reports:
-            total = norm.total / scale
-            self._record(trainer, update, total, automatic_coefficient(trainer, pl_module, total))
+        gradient = update_gradient(trainer, optimizer)
+        if gradient.is_altered:
+            self._warn_of_change(update)
+        elif not reports:
+            self._record_gradient(trainer, pl_module, optimizer, update, gradient)
         if due:
-            self.record(trainer, update, self._parts(trainer, pl_module, optimizer, norm, scale))
+            self._read_doubts()
+            self.record(trainer, update, self._parts(trainer, pl_module, optimizer, gradient))
             remember_weights(trainer, optimizer, update)
             self._due.append((update, optimizer))
 
@@ -148,7 +159,9 @@ class PreClipNorm(ReportCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record how far the weights moved."""
+        """Record how far the weights moved, and clips that came after the step's hook."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._record_late_clips(trainer)
         due, self._due = self._due, []
         for update, optimizer in due:
             change = weight_change(trainer, optimizer, update)
@@ -180,10 +193,12 @@ class PreClipNorm(ReportCallback):
         """Return the counts behind the shares, and what was warned about."""
         self._read()
         return {
+            "steps": self.steps.state_dict(),
             "clipped": float(self._clipped),
             "counted": float(self._counted),
             "coefficients": float(self._coefficients),
             "recent": list(self._recent),
+            "has_seen_clip": self._has_seen_clip,
             "has_warned": self._has_warned,
             "received": sorted(self._received),
             "has_named": self._has_named,
@@ -192,34 +207,127 @@ class PreClipNorm(ReportCallback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue counting."""
+        self.steps.load_state_dict(state_dict.get("steps", {}))
         self._clipped, self._counted = state_dict["clipped"], state_dict["counted"]
         self._coefficients = state_dict.get("coefficients", 0.0)
         self._recent = deque(state_dict.get("recent", ()), LAST)
+        self._has_seen_clip = state_dict.get("has_seen_clip", False)
         self._has_warned = state_dict.get("has_warned", False)
         self._received = set(state_dict.get("received", ()))
         self._has_named = state_dict.get("has_named", False)
 
-    def _record(self, trainer: pl.Trainer, step: int, norm: Tensor, coefficient: Tensor | None) -> None:
-        values: dict[str, Value] = {"train/grad_norm": norm}
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Warn of the last gradients that were changed, and write what there is."""
+        self._read_doubts()
+        super().on_train_end(trainer, pl_module)
+
+    def _record_gradient(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        optimizer: Optimizer,
+        update: int,
+        gradient: UpdateGradient,
+    ) -> None:
+        """Record the norm of a gradient, and what clips made or will make of it."""
+        total = gradient.total
+        if gradient.doubt is not None:
+            self._doubts.append((update, gradient.doubt))
+        self.record(trainer, update, {"train/grad_norm": _trusted(total, gradient.doubt)})
+        left = total if gradient.clip is None or gradient.clip.clipped is None else gradient.clip.clipped
+        coming = automatic_coefficient(trainer, pl_module, left)
+        if coming is not None:
+            ours = left / total.clamp(min=TINY) if gradient.clip is not None else torch.ones_like(total)
+            self._record_clip(trainer, update, total, ours * coming, gradient.doubt)
+        elif gradient.clip is not None:
+            self._record_noted_clip(trainer, update, gradient, gradient.clip)
+        elif pl_module.automatic_optimization:
+            gradient.awaits_clip = True
+            self._open.append((update, optimizer, gradient))
+        else:
+            self._record_unclipped(trainer, update, gradient)
+
+    def _record_late_clips(self, trainer: pl.Trainer) -> None:
+        """Record clips by which `configure_gradient_clipping`, or Lightning by value, changed a gradient."""
+        watch = watch_of(trainer)
+        opened, self._open = self._open, []
+        for update, optimizer, gradient in opened if watch is not None else []:
+            clip = cast(Any, watch).clip_of(optimizer, update)
+            if clip is None:
+                self._record_unclipped(trainer, update, gradient)
+            else:
+                self._record_noted_clip(trainer, update, gradient, clip)
+                if clip.threshold is not None and any(update == due for due, _ in self._due):
+                    self.record(trainer, update, {"train/clip_threshold": clip.threshold})
+
+    def _record_noted_clip(
+        self, trainer: pl.Trainer, update: int, gradient: UpdateGradient, clip: Clip
+    ) -> None:
+        if clip.clipped is not None:
+            self._has_seen_clip = True
+            coefficient = (clip.clipped / gradient.total.clamp(min=TINY)).clamp(max=1.0)
+            self._record_clip(trainer, update, gradient.total, coefficient, gradient.doubt)
+
+    def _record_unclipped(self, trainer: pl.Trainer, update: int, gradient: UpdateGradient) -> None:
+        """Count an update that nothing clipped; speak of it only where other updates are clipped."""
+        one = torch.ones_like(gradient.total)
+        values = self._clip_figures(trainer, update, gradient.total, one, gradient.doubt)
+        if self._has_seen_clip:
+            self.record(trainer, update, values)
+
+    def _record_clip(
+        self,
+        trainer: pl.Trainer,
+        step: int,
+        norm: Tensor,
+        coefficient: Tensor | None,
+        doubt: Tensor | None = None,
+    ) -> None:
         if coefficient is not None:
-            is_finite = torch.isfinite(norm)
-            is_clipped = is_finite & (coefficient < UNCLIPPED)
-            wide = widest(norm.device)
-            self._clipped = self._clipped + is_clipped.to(wide)
-            self._counted = self._counted + is_finite.to(wide)
-            self._coefficients = self._coefficients + torch.where(is_clipped, coefficient, 0.0).to(wide)
-            values |= {
-                "train/grad_norm_clipped": norm * coefficient,
-                "train/clip_coefficient": coefficient,
-                "train/clipped_share": self._clipped / self._counted.clamp(min=1.0),
-                "train/clipped_to": torch.where(
-                    self._clipped > 0, self._coefficients / self._clipped.clamp(min=1.0), 1.0
-                ),
-            }
-            self._unread.append(torch.where(is_finite, coefficient, 1.0))
-            if len(self._unread) >= LAST // 2:
-                self._warn_of_hard_clips(trainer, step)
-        self.record(trainer, step, values)
+            self.record(trainer, step, self._clip_figures(trainer, step, norm, coefficient, doubt))
+
+    def _clip_figures(
+        self, trainer: pl.Trainer, step: int, norm: Tensor, coefficient: Tensor, doubt: Tensor | None
+    ) -> dict[str, Value]:
+        """Count an update, and return what there is to say of its clip."""
+        counts = torch.isfinite(norm) if doubt is None else torch.isfinite(norm) & ~doubt
+        is_clipped = counts & (coefficient < UNCLIPPED)
+        wide = widest(norm.device)
+        self._clipped = self._clipped + is_clipped.to(wide)
+        self._counted = self._counted + counts.to(wide)
+        self._coefficients = self._coefficients + torch.where(is_clipped, coefficient, 0.0).to(wide)
+        self._unread.append(torch.where(counts, coefficient, 1.0))
+        if len(self._unread) >= LAST // 2:
+            self._warn_of_hard_clips(trainer, step)
+        mean = torch.where(self._clipped > 0, self._coefficients / self._clipped.clamp(min=1.0), 1.0)
+        return {
+            "train/grad_norm_clipped": _trusted(norm * coefficient, doubt),
+            "train/clip_coefficient": _trusted(coefficient, doubt),
+            "train/clipped_share": self._clipped / self._counted.clamp(min=1.0),
+            "train/clipped_to": mean,
+        }
+
+    def _read_doubts(self) -> None:
+        """Warn if a gradient turns out to have been changed in a way that torch does not count."""
+        doubts, self._doubts = self._doubts, []
+        if doubts and not self._has_warned_of_change:
+            found = cast("list[bool]", torch.stack([each for _, each in doubts]).tolist())
+            first = next((update for (update, _), doubt in zip(doubts, found, strict=True) if doubt), None)
+            if first is not None:
+                self._warn_of_change(first)
+
+    def _warn_of_change(self, update: int) -> None:
+        if not self._has_warned_of_change:
+            self._has_warned_of_change = True
+            rank_zero_warn(
+                f"update {update}: the gradients were changed after the backward pass, and not by a clip of "
+                "torch, Lightning or the strategy. Their norm before the change is not known: "
+                "train/grad_norm is left out of this update and of others like it. Clip with "
+                "torch.nn.utils.clip_grad_norm_ or self.clip_gradients, and scale the loss instead of the "
+                "gradients",
+                category=ClipWarning,
+            )
 
     def _read(self) -> None:
         if self._unread:
@@ -253,9 +361,34 @@ class PreClipNorm(ReportCallback):
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
         optimizer: Optimizer,
-        norm: GradientNorm,
-        scale: float,
+        gradient: UpdateGradient,
     ) -> dict[str, Value]:
+        norm = gradient.norm
+        is_sound = norm.rows[:, 1] == 0
+        zero = (is_sound & (norm.rows[:, 0] == 0)).sum()
+        bad = (~is_sound).sum()
+        with_gradient = len(norm.parameters)
+        values: dict[str, Value] = {
+            "gradients/none": len(optimizer_parameters(optimizer)) - with_gradient,
+            "gradients/zero": zero,
+            "gradients/nonfinite": bad,
+            "gradients/finite": with_gradient - zero - bad,
+        }
+        if gradient.is_altered:
+            return values
+        norms = self._partial_norms(trainer, optimizer, norm, gradient.scale)
+        values |= {name: _trusted(each, gradient.doubt) for name, each in norms.items()}
+        threshold = clip_threshold(trainer, pl_module)
+        if gradient.clip is not None:
+            threshold = gradient.clip.threshold
+        if threshold is not None and threshold != float("inf"):
+            values["train/clip_threshold"] = threshold
+        return values
+
+    def _partial_norms(
+        self, trainer: pl.Trainer, optimizer: Optimizer, norm: GradientNorm, scale: float
+    ) -> dict[str, Tensor]:
+        """Return the norms of parameter groups and layers."""
         squares = norm.rows[:, 0] / scale**2
         places = {id(each): place for place, each in enumerate(norm.parameters)}
         groups = {
@@ -269,24 +402,10 @@ class PreClipNorm(ReportCallback):
             layer = self._layer_of(self._names.get(id(each), "?"))
             if layer is not None:
                 layers.setdefault(f"grad_norm_layer/{layer}", []).append(place)
-        values: dict[str, Value] = {
-            name: squares[chosen].sum().sqrt() if chosen else 0.0
+        return {
+            name: squares[chosen].sum().sqrt() if chosen else torch.zeros_like(norm.total)
             for name, chosen in (groups | layers).items()
         }
-        is_sound = norm.rows[:, 1] == 0
-        zero = (is_sound & (norm.rows[:, 0] == 0)).sum()
-        bad = (~is_sound).sum()
-        with_gradient = len(norm.parameters)
-        values |= {
-            "gradients/none": len(optimizer_parameters(optimizer)) - with_gradient,
-            "gradients/zero": zero,
-            "gradients/nonfinite": bad,
-            "gradients/finite": with_gradient - zero - bad,
-        }
-        threshold = clip_threshold(trainer, pl_module)
-        if threshold is not None and threshold != float("inf"):
-            values["train/clip_threshold"] = threshold
-        return values
 
     def _group_names(self, trainer: pl.Trainer, optimizer: Optimizer) -> list[str]:
         names = group_names(optimizer)
@@ -304,4 +423,8 @@ class PreClipNorm(ReportCallback):
 
 
 class ClipWarning(UserWarning):
-    """Most updates are clipped hard, or a parameter takes no part in training."""
+    """Most updates are clipped hard, gradients are changed unseen, or a parameter never gets a gradient."""
+
+
+def _trusted(value: Tensor, doubt: Tensor | None) -> Value:
+    return value if doubt is None else Doubtful(value.detach(), doubt)

@@ -12,14 +12,27 @@ from typing_extensions import override
 
 from andrea_callbacks.bundle import Bundle, write_bundle
 from andrea_callbacks.events import RunEvent, publish_event
-from andrea_callbacks.gradients import local_gradient, optimizer_parameters, squared_norms
+from andrea_callbacks.gradient_watch import update_gradient
+from andrea_callbacks.gradients import local_gradient, optimizer_parameters, real_values, squared_norms
 from andrea_callbacks.host import HostCopy, agree
-from andrea_callbacks.identity import DecodeFunction, decoder, gathered, identify, spell, text_of
-from andrea_callbacks.measuring import is_due, is_unscaled, measured_norm, optimizer_place, scaler_of
+from andrea_callbacks.identity import (
+    DecodeFunction,
+    Identity,
+    NameFunction,
+    decoder,
+    gathered,
+    identity_of,
+    row_names,
+    spell,
+    text_of,
+    unit_of,
+)
+from andrea_callbacks.measuring import is_unscaled, optimizer_place, scaler_of
 from andrea_callbacks.origin import Origin, find_origin
 from andrea_callbacks.protocols import RefusesUpdates, reports_updates
 from andrea_callbacks.replay import ReplayFunction, ReplayUnavailable, loss_function, replay_failed
 from andrea_callbacks.schedules import ScheduleMove
+from andrea_callbacks.tensors import Fault, faults_in
 from andrea_callbacks.window import UpdateWindow, WindowCallback
 
 Policy = Literal["raise", "skip", "flag"]
@@ -46,16 +59,18 @@ class FiniteGuard(WindowCallback):
     alike. A GradScaler's own overflow (finite loss, bad gradient) is normal operation and not flagged; its
     scale is recorded, five in a row are warned about, and more than `max_consecutive` raise.
 
-    On the first hits the origin is searched for: the update's micro-batches are run again, through the
-    module's `sequence_losses`, its `loss_sum`, or `replay`, never through `training_step`. Found are the
-    micro-batch, the sequences, and the first module whose output was bad, or, where the outputs were sound,
-    the first parameter of the backward pass whose gradient was. -Inf in outputs is what masks are made of: it
-    counts only where nothing else is bad. The report is a folder `reports/update-000412-nonfinite` in the
-    trainer's log folder: `report.json`, `tensors.safetensors` with what was bad, `sequences.txt` where text
-    can be decoded. With no way to run micro-batches again, and with sharded parameters, the report says which
-    micro-batch's loss and which parameter's gradient were bad, and that more is not available; likewise where
-    the replay raises. Losses that wait for other ranks by themselves (gathered contrastive losses) cannot be
-    run again on several ranks.
+    On the first hits the origin is searched for. A NaN or Inf in the batch itself is named with its key and
+    row, without running anything again. If the project's own code raises over it first, a note on that
+    exception names it. Then the update's micro-batches are run again, through the module's `sequence_losses`,
+    its `loss_sum`, or `replay`, never through `training_step`. Found are the micro-batch, its rows, and the
+    first module whose output was bad, or, where the outputs were sound, the first parameter of the backward
+    pass whose gradient was. -Inf in outputs is what masks are made of: it counts only where nothing else is
+    bad. The report is a folder `reports/update-000412-nonfinite` in the trainer's log folder: `report.json`,
+    `tensors.safetensors` with what was bad, `sequences.txt` where text can be decoded. With no way to run
+    micro-batches again, and with sharded parameters, the report says which micro-batch's loss and which
+    parameter's gradient were bad, and that more is not available; likewise where the replay raises. Losses
+    that wait for other ranks by themselves (gathered contrastive losses) cannot be run again on several
+    ranks.
 
     Under `skip` gradients are set to None, so that the optimizer's step does nothing, and a scheduler that
     Lightning steps all the same is put back in `on_train_batch_end`; one that moves once an epoch, or waits
@@ -74,6 +89,7 @@ class FiniteGuard(WindowCallback):
             host; None for none.
         max_reports: Most reports in a run.
         replay: Takes module and micro-batch and returns losses, (B,) or 0-d, with their graph.
+        identify: Takes a micro-batch, whatever it is, and returns a name for each of its rows.
         decode: Turns ids into text; the tokenizer of module or datamodule when left out.
         folder: Where reports go, in place of the log folder.
         name: Tells instances in the same trainer apart.
@@ -96,6 +112,7 @@ class FiniteGuard(WindowCallback):
         decode: DecodeFunction | None = None,
         folder: str | None = None,
         name: str | None = None,
+        identify: NameFunction | None = None,
     ) -> None:
         super().__init__(name=name)
         if policy not in get_args(Policy):
@@ -111,6 +128,7 @@ class FiniteGuard(WindowCallback):
         self.state_every = state_every
         self.max_reports = max_reports
         self.replay = replay
+        self.identify = identify
         self.decode = decode
         self.folder = folder
         self.reset()
@@ -140,7 +158,7 @@ class FiniteGuard(WindowCallback):
             fault, update = report["nonfinite"], report["update"]
             state = next((each for each in self._bad_state.values() if each[0] == fault), None)
             found = self._investigate(trainer, update, fault, state)
-            self._flag(trainer, update, fault, found, skipped=report["outcome"] == "nonfinite_skip")
+            self._flag(trainer, update, "0", fault, found, skipped=report["outcome"] == "nonfinite_skip")
         self.record(trainer, report["update"], {"train/nonfinite": self.flagged})
 
     @override
@@ -150,21 +168,36 @@ class FiniteGuard(WindowCallback):
         """Look at weights and state where it is time, and at loss and gradients where the module does not."""
         update = trainer.global_step + 1
         place = optimizer_place(trainer, optimizer)
-        state = self._look_at_state(trainer, optimizer, place)
+        step = self.steps.next(trainer, optimizer)
+        state = None if step is None else self._look_at_state(trainer, optimizer, place, step)
         if reports_updates(pl_module):
             if state is not None and isinstance(pl_module, RefusesUpdates):
                 pl_module.refuse_update(state[0])
             return
         losses, self.window.losses = self.window.losses, []
         fault = self._judge(trainer, optimizer, place, losses) if state is None else state[0]
-        if fault is None:
+        if fault is not None:
+            self._meet(trainer, optimizer, place, fault, state, is_first=step is not None)
+        elif step is not None:
             self._consecutive[place] = 0
-        else:
+        self.record(trainer, update, {"train/nonfinite": self.flagged})
+
+    def _meet(
+        self,
+        trainer: pl.Trainer,
+        optimizer: Optimizer,
+        place: str,
+        fault: str,
+        state: tuple[str, Tensor] | None,
+        is_first: bool,
+    ) -> None:
+        """Flag a fault and act on it; an optimizer that evaluates its loss again is counted once a step."""
+        update, found = trainer.global_step + 1, None
+        if is_first or not self._consecutive.get(place):
             self._consecutive[place] = self._consecutive.get(place, 0) + 1
             found = self._investigate(trainer, update, fault, state)
-            self._flag(trainer, update, fault, found, skipped=self.policy == "skip")
-            self._act(trainer, optimizer, place, fault, found)
-        self.record(trainer, update, {"train/nonfinite": self.flagged})
+            self._flag(trainer, update, place, fault, found, skipped=self.policy == "skip")
+        self._act(trainer, optimizer, place, fault, found, is_first)
 
     @override
     def on_train_batch_end(
@@ -180,6 +213,7 @@ class FiniteGuard(WindowCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""
         return {
+            "steps": self.steps.state_dict(),
             "flagged": self.flagged,
             "consecutive": dict(self._consecutive),
             "overflows": dict(self._overflows),
@@ -189,6 +223,7 @@ class FiniteGuard(WindowCallback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the counts."""
+        self.steps.load_state_dict(state_dict.get("steps", {}))
         self.flagged = state_dict["flagged"]
         self._consecutive = dict(state_dict.get("consecutive", {}))
         self._overflows = dict(state_dict.get("overflows", {}))
@@ -198,7 +233,7 @@ class FiniteGuard(WindowCallback):
         self, trainer: pl.Trainer, optimizer: Optimizer, place: str, losses: list[Tensor]
     ) -> str | None:
         """Return what is not finite in losses and gradients, None where all is well; alike on all ranks."""
-        norm = measured_norm(trainer, optimizer)
+        norm = update_gradient(trainer, optimizer).norm
         wide = norm.total.dtype
         flags = [(~torch.isfinite(norm.total)).to(wide)]
         flags += [(~torch.isfinite(loss).all()).to(flags[0].device, wide) for loss in losses]
@@ -239,7 +274,7 @@ class FiniteGuard(WindowCallback):
             rank_zero_warn(f"{told}; check the learning rate, or use bf16-mixed", category=NonFiniteWarning)
 
     def _look_at_state(
-        self, trainer: pl.Trainer, optimizer: Optimizer, place: str
+        self, trainer: pl.Trainer, optimizer: Optimizer, place: str, step: int
     ) -> tuple[str, Tensor] | None:
         """Return the first tensor of weights and optimizer state with a NaN or Inf, when it is time to look.
 
@@ -248,8 +283,7 @@ class FiniteGuard(WindowCallback):
         kept = self._bad_state.pop(place, None)
         if self.state_every is None:
             return None
-        turns = max(len(trainer.optimizers), 1)  # the last of each `state_every` updates, of every optimizer
-        if not is_due(trainer, trainer.global_step + 1 + turns, self.state_every) and kept is None:
+        if step % self.state_every and kept is None:  # the last of each `state_every` steps of this optimizer
             return None
         named = list(_state_tensors(trainer.lightning_module, optimizer))
         if named:
@@ -274,6 +308,8 @@ class FiniteGuard(WindowCallback):
         if state is not None:
             bundle.tensors["state"] = state[1]
         else:
+            in_batch = gathered(self._look_into_batches(trainer, self.window_of(update)))
+            report |= {"batch": in_batch} if in_batch else {}
             try:
                 found = self._search(trainer, update, bundle)
             except ReplayUnavailable as reason:
@@ -281,15 +317,61 @@ class FiniteGuard(WindowCallback):
             except Exception as error:  # the user's code, or what it was given: the run goes on
                 failed = [replay_failed(error)]
                 rank_zero_warn(f"update {update}: {failed[0]}", category=NonFiniteWarning)
-            found, failed = gathered(found), gathered(failed)
+            found, failed = [*in_batch, *gathered(found)], gathered(failed)
             bundle.texts = gathered(bundle.texts)
             nowhere = "the fault did not come again when the update was run again"
-            report["origin"] = found or ({"unavailable": failed[0]} if failed else nowhere)
+            origins = found[len(in_batch) :]
+            report["origin"] = origins or ({"unavailable": failed[0]} if failed else nowhere)
         lines = [each["words"] for each in found]
         place = write_bundle(trainer, self.folder, f"update-{update:06d}-nonfinite", bundle)
         if place is not None:
             lines.append(f"report: {place}")
         return "; ".join(lines) or None
+
+    def _look_into_batches(self, trainer: pl.Trainer, window: UpdateWindow | None) -> list[dict[str, Any]]:
+        """Return what is not finite in this rank's micro-batches themselves."""
+        micro_batches = [] if window is None else window.micro_batches
+        return [
+            self._describe_fault(trainer, micro_batch, number, len(micro_batches), fault)
+            for number, micro_batch in enumerate(micro_batches, start=1)
+            for fault in faults_in(micro_batch)
+        ]
+
+    def _describe_fault(
+        self, trainer: pl.Trainer, micro_batch: Any, number: int, count: int, fault: Fault
+    ) -> dict[str, Any]:
+        names = row_names(micro_batch, self.identify)
+        if names is not None and len(names) != fault.length:
+            names = None  # rows of this tensor are not those of the batch
+        rows = [identity_of(trainer, micro_batch, number, row, names) for row in fault.rows]
+        where = self._spell_rows(number, count, rows)
+        key = f", under {fault.key}" if fault.key else ""
+        return {
+            "words": f"{where}: {fault.value} in the batch itself{key}",
+            "value": fault.value,
+            "key": fault.key,
+            "rank": trainer.global_rank,
+            "micro_batch": number,
+            "rows": rows,
+        }
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Say whether the batch that somebody's code raised over has NaN or Inf in it."""
+        update = trainer.global_step + 1
+        is_ours = isinstance(exception, NonFiniteError) or not isinstance(exception, Exception)
+        found = [] if is_ours else self._look_into_batches(trainer, self.window_of(update))
+        if found:
+            message = f"update {update}: " + "; ".join(each["words"] for each in found)
+            exception.add_note(message)
+            rank_zero_warn(f"{message}; then came {type(exception).__name__}", category=NonFiniteWarning)
+            details = {"fault": "the batch", "batch": found, "skipped": False}
+            publish_event(
+                trainer, RunEvent(kind="nonfinite", update=update, message=message, details=details)
+            )
+        super().on_exception(trainer, pl_module, exception)
 
     def _search(self, trainer: pl.Trainer, update: int, bundle: Bundle) -> list[dict[str, Any]]:
         """Return what is known of the fault's origin on this rank."""
@@ -304,19 +386,15 @@ class FiniteGuard(WindowCallback):
         self, trainer: pl.Trainer, window: UpdateWindow, origin: Origin, bundle: Bundle
     ) -> dict[str, Any]:
         micro_batch = window.micro_batches[origin.micro_batch - 1]
-        sequences = [identify(trainer, micro_batch, origin.micro_batch, row) for row in origin.rows]
+        names = row_names(micro_batch, self.identify) if origin.rows else None
+        rows = [identity_of(trainer, micro_batch, origin.micro_batch, row, names) for row in origin.rows]
         decode = decoder(trainer, trainer.lightning_module, self.decode)
-        for row, identity in zip(origin.rows, sequences, strict=True):
+        for row, identity in zip(origin.rows, rows, strict=True):
             text = text_of(micro_batch, row, decode)
             if text is not None:
                 bundle.texts.append((spell(identity), text))
         bundle.tensors |= origin.tensors
-        where = f"micro-batch {origin.micro_batch} of {len(window.micro_batches)}"
-        if sequences:
-            rest = f" and {len(sequences) - 1} more" if len(sequences) > 1 else ""
-            first = f"sequence {sequences[0]['row']}"
-            named = f" ({spell(sequences[0])})" if "document" in sequences[0] else ""
-            where += f", {first}{named}{rest}"
+        where = self._spell_rows(origin.micro_batch, len(window.micro_batches), rows)
         return {
             "words": f"{where}: {origin.spell()}",
             "phase": origin.phase,
@@ -324,30 +402,50 @@ class FiniteGuard(WindowCallback):
             "rank": trainer.global_rank,
             "micro_batch": origin.micro_batch,
             "micro_batches": len(window.micro_batches),
-            "sequences": sequences,
+            "sequences": rows,
             "module": origin.module,
             "parameter": origin.parameter,
             "negative_infinity_before": origin.negative,
         }
 
-    def _flag(self, trainer: pl.Trainer, update: int, fault: str, found: str | None, skipped: bool) -> None:
+    @staticmethod
+    def _spell_rows(number: int, count: int, rows: list[Identity]) -> str:
+        """Return a micro-batch and its rows, the first of them by its name, as a person reads it."""
+        where = f"micro-batch {number} of {count}"
+        if rows:
+            first, rest = rows[0], f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+            called = first.get("name") or (spell(first) if "document" in first else None)
+            where += f", {unit_of(first)} {first['row']}{f' ({called})' if called else ''}{rest}"
+        return where
+
+    def _flag(
+        self, trainer: pl.Trainer, update: int, place: str, fault: str, found: str | None, skipped: bool
+    ) -> None:
         self.flagged += 1
         message = f"update {update}: {fault} is not finite" + (f"; {found}" if found else "")
         rank_zero_warn(message, category=NonFiniteWarning)
-        details = {"fault": fault, "skipped": skipped}
+        details = {"fault": fault, "skipped": skipped, "optimizer": place}
         publish_event(trainer, RunEvent(kind="nonfinite", update=update, message=message, details=details))
 
     def _act(
-        self, trainer: pl.Trainer, optimizer: Optimizer, place: str, fault: str, found: str | None
+        self,
+        trainer: pl.Trainer,
+        optimizer: Optimizer,
+        place: str,
+        fault: str,
+        found: str | None,
+        is_first: bool,
     ) -> None:
         update, count = trainer.global_step + 1, self._consecutive[place]
         is_last = self.max_consecutive is not None and count > self.max_consecutive
         if self.policy == "raise" or is_last:
             self.record(trainer, update, {"train/nonfinite": self.flagged})
             why = "" if self.policy == "raise" else f", {count} in a row"
+            state = "weights and optimizer state are as before it"
+            if not is_first:
+                state = f"{type(optimizer).__name__} was within its step, and may have moved the weights"
             raise NonFiniteError(
-                f"update {update}: {fault} is not finite{why}; weights and optimizer state are as before it"
-                + (f"; {found}" if found else "")
+                f"update {update}: {fault} is not finite{why}; {state}" + (f"; {found}" if found else "")
             )
         if self.policy == "skip":
             scaler = scaler_of(trainer)
@@ -370,11 +468,12 @@ def _state_tensors(pl_module: pl.LightningModule, optimizer: Optimizer) -> Itera
         name = names.get(id(parameter), "a parameter")
         state = optimizer.state.get(parameter, {})
         for label, tensor in [(name, parameter), *((f"{key} of {name}", state[key]) for key in state)]:
-            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel():
+            if not isinstance(tensor, Tensor) or not tensor.numel():
+                continue
+            if tensor.is_floating_point() or tensor.is_complex():
                 yield label, local_gradient(tensor.detach())
 
 
 def _bad_counts(tensors: list[Tensor]) -> Tensor:
     """Return (T,) how many elements of each tensor are NaN or Inf, on the first one's device."""
-    dense = [each.contiguous() for each in tensors]
-    return squared_norms(dense)[:, 1].contiguous()
+    return squared_norms([real_values(each) for each in tensors])[:, 1].contiguous()

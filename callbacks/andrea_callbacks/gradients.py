@@ -72,7 +72,7 @@ class GradientMoment:
     @classmethod
     def of(cls, gradients: list[Tensor]) -> "GradientMoment":
         """Remember gradients."""
-        return cls(tensors=tuple(map(ref, gradients)), versions=tuple(map(_version, gradients)))
+        return cls(tensors=tuple(map(ref, gradients)), versions=tuple(map(version_of, gradients)))
 
     def shares_one_with(self, gradients: list[Tensor]) -> bool:
         """Say whether any of the tensors still is a gradient, written to or not."""
@@ -84,12 +84,15 @@ class GradientMoment:
         return (
             len(gradients) == len(self.tensors)
             and all(kept() is each for kept, each in zip(self.tensors, gradients, strict=True))
-            and self.versions == tuple(map(_version, gradients))
+            and self.versions == tuple(map(version_of, gradients))
         )
 
 
-def _version(gradient: Tensor) -> int:
-    """Return how often a gradient was written; a DTensor's own count stands still, that of its part moves."""
+def version_of(gradient: Tensor) -> int:
+    """Return how often torch counts a gradient as written.
+
+    A DTensor's own count stands still, that of its part moves. Writes through `.data` are not counted.
+    """
     return local_gradient(gradient)._version
 
 
@@ -130,7 +133,7 @@ def gradient_norm(parameters: Iterable[Tensor], measure: "Measure | None" = None
         gradients = [cast(Tensor, each.grad) for each in with_gradient]
         if any(map(is_sharded, gradients)):
             gradients = [_summed(each) for each in gradients]
-        rows = (measure or squared_norms)([_values(local_gradient(each)) for each in gradients])
+        rows = (measure or squared_norms)([real_values(local_gradient(each)) for each in gradients])
         _add_shards(rows, gradients)
         total = rows[:, 0].sum().sqrt()
     return GradientNorm(total=total, parameters=with_gradient, rows=rows)
@@ -194,8 +197,11 @@ def _row_norms(values: Tensor) -> Tensor:
     return torch.cat(parts).double() if parts else values.new_zeros(0, dtype=torch.float64)
 
 
-def _values(gradient: Tensor) -> Tensor:
-    """Return the elements of a gradient as a contiguous real tensor, in the order of memory."""
+def real_values(gradient: Tensor) -> Tensor:
+    """Return the elements of a tensor of any layout as a contiguous real tensor, in the order of memory.
+
+    A complex element becomes two; of a sparse tensor the values that are kept are returned, rows added up.
+    """
     if type(gradient) is Tensor and gradient.layout is torch.strided and gradient.is_contiguous():
         return torch.view_as_real(gradient) if gradient.is_complex() else gradient
     if gradient.layout == torch.sparse_coo:

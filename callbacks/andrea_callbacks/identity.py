@@ -1,17 +1,25 @@
-"""Which text a row of a micro-batch is: source, document, place, and what it says."""
+"""What a row of a micro-batch is: the project's own name for it, or source, document, place and text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from andrea_callbacks.protocols import DecodesTokens, DescribesDocuments, LocatesText, NamesSources
 
 DecodeFunction = Callable[[Sequence[int]], str]
+
+NameFunction = Callable[[Any], Sequence[object]]
+"""Takes a micro-batch, whatever it is, and returns a name for each of its rows."""
+
 Identity = dict[str, Any]
-"""`rank`, `micro_batch` and `row` from 1, and, where known, `source`, `document`, `offset`, `place`."""
+"""`rank`, `micro_batch` and `row` from 1; `unit`, where a row is text, a `sequence`; and, if known, `name`,
+`source`, `document`, `offset`, `place`."""
+
+SEQUENCE = "sequence"
 
 
 def fields(micro_batch: Any) -> Mapping[str, Any]:
@@ -34,19 +42,44 @@ def source_name(trainer: pl.Trainer, source: int) -> str:
     return names[source] if 0 <= source < len(names) else f"source {source}"
 
 
-def identify(trainer: pl.Trainer, micro_batch: Any, number: int, row: int | None) -> Identity:
-    """Return what is known of a sequence.
+def row_names(micro_batch: Any, identify: NameFunction | None) -> list[str] | None:
+    """Return the names of a micro-batch's rows by the project's own function, None where there is none.
+
+    A function that raises, or returns no list, is warned about: a report without names is better than none.
+    """
+    if identify is None:
+        return None
+    try:
+        return [str(each) for each in identify(micro_batch)]
+    except Exception as error:  # the user's code
+        rank_zero_warn(
+            f"identify={getattr(identify, '__name__', identify)} raised {type(error).__name__}: {error}. "
+            "Rows have no names in this report; identify gets a micro-batch and must return a name for "
+            "each row"
+        )
+        return None
+
+
+def identity_of(
+    trainer: pl.Trainer, micro_batch: Any, number: int, row: int | None, names: Sequence[str] | None = None
+) -> Identity:
+    """Return what is known of a row of a micro-batch.
 
     Args:
         trainer: Its datamodule names sources and places.
         micro_batch: A mapping with the keys in `protocols`, or anything else.
         number: The micro-batch's number in its update, from 1.
-        row: Of the sequence, from 0; None for the micro-batch as a whole.
+        row: Of the micro-batch, from 0; None for the micro-batch as a whole.
+        names: Of all its rows, see `row_names`.
     """
     identity: Identity = {"rank": trainer.global_rank, "micro_batch": number}
     if row is None:
         return identity
     identity["row"] = row + 1
+    if _is_text(micro_batch):
+        identity["unit"] = SEQUENCE
+    if names is not None and row < len(names):
+        identity["name"] = names[row]
     columns = {
         key: column[row]
         for key in ("source_id", "document_id", "offset")
@@ -66,15 +99,31 @@ def identify(trainer: pl.Trainer, micro_batch: Any, number: int, row: int | None
     return identity
 
 
+def _is_text(micro_batch: Any) -> bool:
+    ids = fields(micro_batch).get("input_ids")
+    return isinstance(ids, Tensor) and not ids.is_floating_point()
+
+
 def spell(identity: Identity) -> str:
-    """Return a sequence's identity as a person reads it."""
+    """Return a row's identity as a person reads it."""
+    if "name" in identity:
+        return f"{identity['name']} ({_spell_place(identity)})"
     if "document" in identity:
         of = f" of {identity['source']}" if "source" in identity else ""
         return f"document {identity['document']}{of}"
-    on = f" on rank {identity['rank']}" if identity.get("rank") else ""
-    sequence = f"sequence {identity['row']} of " if "row" in identity else ""
     of = f" of {identity['source']}" if "source" in identity else ""
-    return f"{sequence}micro-batch {identity['micro_batch']}{on}{of}"
+    return f"{_spell_place(identity)}{of}"
+
+
+def unit_of(identity: Identity) -> str:
+    """Return what a row is called: a sequence where it is text."""
+    return str(identity.get("unit", "row"))
+
+
+def _spell_place(identity: Identity) -> str:
+    row = f"{unit_of(identity)} {identity['row']} of " if "row" in identity else ""
+    on = f" on rank {identity['rank']}" if identity.get("rank") else ""
+    return f"{row}micro-batch {identity['micro_batch']}{on}"
 
 
 def decoder(

@@ -17,9 +17,9 @@ from typing_extensions import override
 from andrea_callbacks.bundle import to_json
 from andrea_callbacks.durable import append_durably
 from andrea_callbacks.events import RunEvent
-from andrea_callbacks.measuring import measured_norm, remaining_scale
+from andrea_callbacks.gradient_watch import update_gradient
 from andrea_callbacks.protocols import reports_updates
-from andrea_callbacks.scalars import to_host
+from andrea_callbacks.scalars import Doubtful, to_host
 from andrea_callbacks.updates import settle
 from andrea_callbacks.window import WindowCallback
 
@@ -91,9 +91,15 @@ class RunJournal(WindowCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Note an update of a module that does not report its own."""
-        if not reports_updates(pl_module):
-            norm = measured_norm(trainer, optimizer).total / remaining_scale(trainer, optimizer)
-            figures: dict[str, Any] = {"grad_norm": norm, "lr": float(optimizer.param_groups[0]["lr"])}
+        is_new = self.steps.next(trainer, optimizer) is not None
+        if is_new and not reports_updates(pl_module):
+            gradient, rate = update_gradient(trainer, optimizer), optimizer.param_groups[0]["lr"]
+            figures: dict[str, Any] = {}
+            if not gradient.is_altered:
+                doubt = gradient.doubt
+                figures["grad_norm"] = gradient.total if doubt is None else Doubtful(gradient.total, doubt)
+            if rate is not None:
+                figures["lr"] = float(rate)
             if self._skipped == trainer.global_step + 1:  # by FiniteGuard, which took the gradients
                 figures |= {"grad_norm": float("nan"), "outcome": "nonfinite_skip"}
             loss = self.window_loss(trainer)

@@ -1,4 +1,4 @@
-"""What is known, before an optimizer's step, of its gradients, of the clip to come and of a loss scale."""
+"""What is known before an optimizer's step: its gradients as they are, a clip to come, a loss scale."""
 
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from andrea_callbacks.gradients import GradientMoment, GradientNorm, gradient_norm, optimizer_parameters
+from andrea_callbacks.packages import overrides
 from andrea_callbacks.protocols import ClipsGradients, MeasuresGradients, reports_updates
 
 _measured: "WeakKeyDictionary[Optimizer, tuple[GradientMoment, GradientNorm]]" = WeakKeyDictionary()
@@ -33,14 +34,6 @@ def measured_norm(trainer: pl.Trainer, optimizer: Optimizer) -> GradientNorm:
     return norm
 
 
-def is_due(trainer: pl.Trainer, update: int, every: int) -> bool:
-    """Say whether an update is one of those recorded in detail: the first of every `every`.
-
-    Optimizers that step in turns are each due as often.
-    """
-    return (update - 1) // max(len(trainer.optimizers), 1) % every == 0
-
-
 def optimizer_place(trainer: pl.Trainer, optimizer: Optimizer) -> str:
     """Return an optimizer's place among the trainer's, as a key for what is known of it."""
     return next((str(at) for at, each in enumerate(trainer.optimizers) if each is optimizer), "0")
@@ -62,6 +55,15 @@ def remaining_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
     return float(scaler.get_scale())
 
 
+def loss_scale(trainer: pl.Trainer, optimizer: Optimizer) -> Tensor | float:
+    """Return the scale that the gradients carry now, 1 without one; nothing waits for a device."""
+    scaler = scaler_of(trainer)
+    if scaler is None or is_unscaled(scaler, optimizer):
+        return 1.0
+    scale: Any = getattr(scaler, "_scale", None)  # what get_scale reads, and waits for
+    return scale if isinstance(scale, Tensor) else float(scaler.get_scale())
+
+
 def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     """Say whether a GradScaler has unscaled the gradients for the step to come."""
     states = cast("dict[int, dict[str, Any]]", getattr(scaler, "_per_optimizer_states", {}))
@@ -70,16 +72,15 @@ def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
 
 
 def clip_threshold(trainer: pl.Trainer, pl_module: pl.LightningModule) -> float | None:
-    """Return the global norm that gradients are about to be clipped to.
+    """Return the global norm that gradients are about to be clipped to, by the module or by Lightning.
 
-    `inf` where nothing is clipped, None where it cannot be known: under somebody's own manual optimization,
-    with a `configure_gradient_clipping` of its own, or clipping by value.
+    `inf` where nothing is clipped, None where it cannot be known beforehand: under somebody's own manual
+    optimization, with a `configure_gradient_clipping` of its own, or clipping by value.
     """
     if reports_updates(pl_module):
         bound = cast(Any, getattr(pl_module, "max_norm", None))
         return float(bound) if bound is not None else float("inf")
-    kept = type(pl_module).configure_gradient_clipping is pl.LightningModule.configure_gradient_clipping
-    if not pl_module.automatic_optimization or not kept:
+    if not pl_module.automatic_optimization or overrides(pl_module, "configure_gradient_clipping"):
         return None
     if not trainer.gradient_clip_val:
         return float("inf")
@@ -87,7 +88,7 @@ def clip_threshold(trainer: pl.Trainer, pl_module: pl.LightningModule) -> float 
 
 
 def automatic_coefficient(trainer: pl.Trainer, pl_module: pl.LightningModule, norm: Tensor) -> Tensor | None:
-    """Return the coefficient that Lightning is about to apply, None where it cannot be known."""
+    """Return the coefficient that Lightning is about to apply, None where it cannot be known beforehand."""
     max_norm = clip_threshold(trainer, pl_module)
     if max_norm is None:
         return None

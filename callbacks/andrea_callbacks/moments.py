@@ -5,8 +5,9 @@ v <- beta2 v + (1 - beta2) g²       and (1 - beta2) beta2^k g² of v, whose roo
 """
 
 import math
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -16,11 +17,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from andrea_callbacks.events import RunEvent
-from andrea_callbacks.gradients import is_sharded, local_gradient, optimizer_parameters, squared_norms
+from andrea_callbacks.gradients import (
+    is_sharded,
+    local_gradient,
+    optimizer_parameters,
+    real_values,
+    squared_norms,
+)
 from andrea_callbacks.host import agree, widest
-from andrea_callbacks.measuring import is_due
+from andrea_callbacks.measuring import optimizer_place
 from andrea_callbacks.scalars import Value
-from andrea_callbacks.updates import ReportCallback
+from andrea_callbacks.steps import StepCallback, is_due
 from andrea_callbacks.weights import forget_weights, group_names, remember_weights, weight_change
 
 GONE = 0.01
@@ -124,23 +131,31 @@ def half_life(beta: float) -> float:
     return math.log(0.5) / math.log(beta) if beta > 0 else 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Spike:
+    """A spike that is in an optimizer's moments."""
+
     update: int
+    step: int
+    """Which of the optimizer's own steps that was, from 1."""
     norm: float
+    """After clipping."""
+    skipped: list[int] = field(default_factory=list[int])
+    """Updates since then that changed no moment."""
 
 
-class MomentMonitor(ReportCallback):
+class MomentMonitor(StepCallback):
     """Records the size of Adam's moments and of updates, and how much of the moments a spike still is.
 
     Moments are those of any optimizer that keeps `exp_avg` and `exp_avg_sq`; with others the norm of the
     update alone is recorded. A spike is what `SpikeForensics`, or another callback, publishes as such; its
-    norm is taken after clipping, where that is known (not under somebody's own manual optimization). While a
-    spike is fresh (`beta1^k` over 0.1), every update is recorded. Decays are those of the first group;
-    updates that were skipped do not count. Nothing waits for an accelerator.
+    norm is taken after clipping, where that is known. While a spike is fresh (`beta1^k` over 0.1), every
+    update is recorded. Decays are those of the optimizer's first group; skipped updates do not count.
+    Each of several optimizers has spikes of its own, and their scalars end with its place
+    (`…/spike_in_first/1`). Nothing waits for an accelerator.
 
     Args:
-        every: Updates between two records.
+        every: Steps of an optimizer between two records.
         name: Tells instances in the same trainer apart.
 
     Raises:
@@ -167,60 +182,79 @@ class MomentMonitor(ReportCallback):
     @override
     def reset(self) -> None:
         """Forget an earlier fit."""
-        self._spike: _Spike | None = None
-        self._skipped: list[int] = []
-        self._due: list[tuple[int, Optimizer]] = []
+        self._spikes: dict[str, _Spike] = {}
+        self._due: list[tuple[int, int, Optimizer]] = []
+        self._numbers: dict[str, deque[tuple[int, int]]] = {}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget an update that broke off."""
+        super().on_train_start(trainer, pl_module)
         self._due.clear()
+        self._numbers.clear()
         forget_weights(trainer)
 
     @override
     def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
         """Count the updates that changed no moment."""
-        if self._spike is not None and report["outcome"] != "applied":
-            self._skipped.append(report["update"])
+        if report["outcome"] != "applied":
+            self._note_skipped("0", report["update"])
 
     def take_event(self, trainer: pl.Trainer, event: RunEvent) -> None:
         """Remember a spike, unless more of an earlier one is left; and updates that FiniteGuard skipped."""
-        if event.kind == "nonfinite" and event.details.get("skipped") and self._spike is not None:
-            self._skipped.append(event.update)
+        place = str(event.details.get("optimizer", "0"))
+        if event.kind == "nonfinite" and event.details.get("skipped"):
+            self._note_skipped(place, event.update)
+        clipped = _clipped_norm(event.details)
+        if event.kind != "spike" or clipped is None:
             return
-        norm, threshold = event.details.get("norm"), event.details.get("clip_threshold")
-        if event.kind != "spike" or norm is None or threshold is None:
-            return
-        clipped = min(norm, threshold)
-        betas = _betas(trainer.optimizers[0]) if trainer.optimizers else None
+        step = self._step_of(trainer, place, event.update)
+        spike, betas = self._spikes.get(place), _betas_at(trainer, place)
         kept = 0.0
-        if self._spike is not None and betas is not None:
-            kept = self._spike.norm * betas[0] ** self._age(event.update)
+        if spike is not None and betas is not None:
+            kept = spike.norm * betas[0] ** _age(spike, step)
         if clipped >= kept:
-            self._spike = _Spike(event.update, clipped)
-            self._skipped = []
+            self._spikes[place] = _Spike(update=event.update, step=step, norm=clipped)
+
+    def _note_skipped(self, place: str, update: int) -> None:
+        if place in self._spikes:
+            self._spikes[place].skipped.append(update)
+
+    def _step_of(self, trainer: pl.Trainer, place: str, update: int) -> int:
+        """Return which of an optimizer's steps an update was, or is about to be."""
+        if len(trainer.optimizers) < 2:
+            return update
+        for number, step in self._numbers.get(place, ()):
+            if number == update:
+                return step
+        return self.steps.of(place) + 1
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Remember the weights where this update is recorded."""
-        update = trainer.global_step + 1
-        if is_due(trainer, update, self.every):
+        step = self.steps.next(trainer, optimizer)
+        if step is None:
+            return
+        update, place = trainer.global_step + 1, optimizer_place(trainer, optimizer)
+        self._numbers.setdefault(place, deque(maxlen=4)).append((update, step))
+        if is_due(step, self.every):
             remember_weights(trainer, optimizer, update)
-            self._due.append((update, optimizer))
-        elif self._is_fresh(optimizer, update):
-            self._due.append((update, optimizer))
+            self._due.append((update, step, optimizer))
+        elif self._is_fresh(place, optimizer, step):
+            self._due.append((update, step, optimizer))
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record moments and update."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         due, self._due = self._due, []
-        for update, optimizer in due:
-            place = next((at for at, each in enumerate(trainer.optimizers) if each is optimizer), 0)
-            prefix = f"{place}/" if len(trainer.optimizers) > 1 else ""
+        for update, step, optimizer in due:
+            place = optimizer_place(trainer, optimizer)
+            prefix, suffix = (f"{place}/", f"/{place}") if len(trainer.optimizers) > 1 else ("", "")
             names = [f"{prefix}{name}" for name in group_names(optimizer)]
             values: dict[str, Value] = {}
             change = weight_change(trainer, optimizer, update)
@@ -232,53 +266,65 @@ class MomentMonitor(ReportCallback):
             if sums is not None:
                 for name, first, second in zip(names, *sums, strict=True):
                     values |= {f"moments/first/{name}": first.sqrt(), f"moments/second/{name}": second.sqrt()}
-                values |= self._follow_spike(optimizer, update, sums[0].sum().sqrt(), sums[1].sum())
+                followed = self._follow_spike(place, optimizer, step, sums[0].sum().sqrt(), sums[1].sum())
+                values |= {f"{name}{suffix}": value for name, value in followed.items()}
             self.record(trainer, update, values)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the spike that is followed."""
-        spike = None if self._spike is None else {"update": self._spike.update, "norm": self._spike.norm}
-        return {"spike": spike, "skipped": list(self._skipped)}
+        """Return the spikes that are followed, and the steps of each optimizer."""
+        spikes = {place: asdict(spike) for place, spike in self._spikes.items()}
+        return {"spikes": spikes, "steps": self.steps.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Follow the spike on."""
-        spike = state_dict["spike"]
-        self._spike = None if spike is None else _Spike(spike["update"], spike["norm"])
-        self._skipped = list(state_dict["skipped"])
+        """Follow the spikes on."""
+        self.steps.load_state_dict(state_dict.get("steps", {}))
+        self._spikes = {place: _Spike(**each) for place, each in state_dict.get("spikes", {}).items()}
+        spike = state_dict.get("spike")  # before spikes were kept by optimizer
+        if spike is not None:
+            skipped = list(state_dict["skipped"])
+            self._spikes["0"] = _Spike(
+                update=spike["update"], step=spike["update"], norm=spike["norm"], skipped=skipped
+            )
 
-    def _age(self, update: int) -> int:
-        """Return how many updates have changed the moments since the spike."""
-        if self._spike is None:
-            return 0
-        skipped = {each for each in self._skipped if each > self._spike.update}
-        return update - self._spike.update - len(skipped)
-
-    def _is_fresh(self, optimizer: Optimizer, update: int) -> bool:
-        betas = _betas(optimizer)
-        return self._spike is not None and betas is not None and betas[0] ** self._age(update) > 0.1
+    def _is_fresh(self, place: str, optimizer: Optimizer, step: int) -> bool:
+        spike, betas = self._spikes.get(place), _betas(optimizer)
+        return spike is not None and betas is not None and betas[0] ** _age(spike, step) > 0.1
 
     def _follow_spike(
-        self, optimizer: Optimizer, update: int, first: Tensor, second: Tensor
+        self, place: str, optimizer: Optimizer, step: int, first: Tensor, second: Tensor
     ) -> dict[str, Tensor]:
-        betas, spike = _betas(optimizer), self._spike
-        if spike is None or betas is None or self._age(update) < 0:
+        betas, spike = _betas(optimizer), self._spikes.get(place)
+        if spike is None or betas is None or _age(spike, step) < 0:
             return {}
         beta1, beta2 = betas
-        age = self._age(update)
+        age = _age(spike, step)
         part = (1 - beta1) * beta1**age * spike.norm
         square = (1 - beta2) * beta2**age * spike.norm**2
         share = (part / first).clamp(max=1.0)
         damped = (square / second).clamp(max=1.0)
         if beta1**age < GONE**3 and beta2**age < GONE:
-            self._spike = None
+            del self._spikes[place]
         return {
             "moments/spike_in_first": share,
             "moments/rate_factor": (1.0 - damped).sqrt(),
             "moments/updates_until_gone": _until(share, GONE, beta1),
             "moments/updates_until_rate": _until(damped, 1.0 - (1.0 - GONE) ** 2, beta2),
         }
+
+
+def _age(spike: _Spike, step: int) -> int:
+    """Return how many of an optimizer's steps have changed its moments since a spike."""
+    return step - spike.step - len({each for each in spike.skipped if each > spike.update})
+
+
+def _clipped_norm(details: Mapping[str, Any]) -> float | None:
+    """Return a spike's norm after clipping, None where that is not known."""
+    if details.get("clipped_norm") is not None:
+        return float(details["clipped_norm"])
+    norm, threshold = details.get("norm"), details.get("clip_threshold")
+    return None if norm is None or threshold is None else min(norm, threshold)
 
 
 def _until(part: Tensor, least: float, beta: float) -> Tensor:
@@ -293,6 +339,11 @@ def _betas(optimizer: Optimizer) -> tuple[float, float] | None:
     return None if betas is None else (float(betas[0]), float(betas[1]))
 
 
+def _betas_at(trainer: pl.Trainer, place: str) -> tuple[float, float] | None:
+    found = [each for each in trainer.optimizers if optimizer_place(trainer, each) == place]
+    return _betas(found[0]) if found else None
+
+
 @torch.no_grad()
 def _moment_sums(optimizer: Optimizer) -> tuple[Tensor, Tensor] | None:
     """Return (G,) sums of squares of first moments and (G,) sums of second ones; None where none are kept."""
@@ -302,12 +353,12 @@ def _moment_sums(optimizer: Optimizer) -> tuple[Tensor, Tensor] | None:
     for group in optimizer.param_groups:
         parameters = cast("list[Tensor]", group["params"])
         states = [optimizer.state[each] for each in parameters if each in optimizer.state]
-        first = [local_gradient(state["exp_avg"]) for state in states if "exp_avg" in state]
-        second = [local_gradient(state["exp_avg_sq"]) for state in states if "exp_avg_sq" in state]
+        first = [real_values(local_gradient(each["exp_avg"])) for each in states if "exp_avg" in each]
+        second = [real_values(local_gradient(each["exp_avg_sq"])) for each in states if "exp_avg_sq" in each]
         found |= bool(first and second)
         device = parameters[0].device if parameters else torch.device("cpu")
         nothing = torch.zeros((), dtype=widest(device), device=device)
-        firsts.append(squared_norms([each.contiguous() for each in first])[:, 0].sum() if first else nothing)
+        firsts.append(squared_norms(first)[:, 0].sum() if first else nothing)
         sums = [each.sum(dtype=widest(device)) for each in second]
         seconds.append(torch.stack(sums).sum() if sums else nothing)
     if not found:

@@ -1,6 +1,7 @@
 """Scalars that keep their own step: collected on the device, written in batches, once each, in order."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -13,7 +14,18 @@ from typing_extensions import override
 
 from andrea_callbacks.host import widest
 
-Value = Tensor | float | int
+
+@dataclass(frozen=True, slots=True)
+class Doubtful:
+    """A number that is left out when it is written, if the device finds it untrustworthy by then."""
+
+    value: Tensor
+    """0-d."""
+    doubt: Tensor
+    """0-d bool."""
+
+
+Value = Tensor | float | int | Doubtful
 
 
 LATE = 2
@@ -40,12 +52,7 @@ class ScalarBuffer:
         if step not in self._steps and len(self._steps) >= self.capacity + LATE:
             self._write(sorted(self._steps)[:-LATE])
         kept = self._steps.setdefault(step, {})
-        kept.update(
-            {
-                name: value.detach() if isinstance(value, Tensor) else float(value)
-                for name, value in values.items()
-            }
-        )
+        kept.update({name: _kept(value) for name, value in values.items()})
 
     def flush(self) -> None:
         """Write all scalars to all loggers, each step once, in increasing order."""
@@ -62,20 +69,36 @@ class ScalarBuffer:
         return [] if trainer is None else trainer.loggers
 
 
+def _kept(value: Value) -> Tensor | float | Doubtful:
+    if isinstance(value, Doubtful):
+        return value
+    return value.detach() if isinstance(value, Tensor) else float(value)
+
+
 def to_host(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Turn all 0-d tensors in rows into numbers with one transfer a device; other values stay."""
+    """Turn all 0-d tensors in rows into numbers with one transfer a device; other values stay.
+
+    Doubtful numbers that turn out not to be trusted are left out.
+    """
     tensors: dict[torch.device, list[Tensor]] = {}
     for row in rows:
         for value in row.values():
-            if isinstance(value, Tensor):
-                tensors.setdefault(value.device, []).append(value)
+            for each in (value.value, value.doubt) if isinstance(value, Doubtful) else (value,):
+                if isinstance(each, Tensor):
+                    tensors.setdefault(each.device, []).append(each)
     numbers: dict[int, float] = {}
     for device, group in tensors.items():
         row = torch.stack([value.to(widest(device)).reshape(()) for value in group])
         values = cast("list[float]", row.tolist())
         numbers.update(zip(map(id, group), values, strict=True))
     return [
-        {name: numbers[id(value)] if isinstance(value, Tensor) else value for name, value in row.items()}
+        {
+            name: numbers[id(value.value if isinstance(value, Doubtful) else value)]
+            if isinstance(value, (Tensor, Doubtful))
+            else value
+            for name, value in row.items()
+            if not (isinstance(value, Doubtful) and numbers[id(value.doubt)])
+        }
         for row in rows
     ]
 

@@ -1,8 +1,7 @@
 """Spikes of the gradient's norm or the loss, with the text that made them, before they reach the weights."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -15,20 +14,23 @@ from andrea_callbacks.attribution import Attribution, attribute, together
 from andrea_callbacks.bundle import Bundle, bar_chart, write_bundle
 from andrea_callbacks.detector import Circumstances, MixtureTracker, SpikeDetector, Verdict
 from andrea_callbacks.events import RunEvent, publish_event
-from andrea_callbacks.gradients import optimizer_parameters
+from andrea_callbacks.gradient_watch import UpdateGradient, update_gradient, watch_of
+from andrea_callbacks.gradients import gradient_norm, optimizer_parameters
 from andrea_callbacks.host import HostCopy, agree, side_by_side
 from andrea_callbacks.identity import (
     DecodeFunction,
+    NameFunction,
     decoder,
     fields,
     gathered,
-    identify,
+    identity_of,
+    row_names,
     row_numbers,
     source_name,
     spell,
     text_of,
 )
-from andrea_callbacks.measuring import clip_threshold, measured_norm, optimizer_place, remaining_scale
+from andrea_callbacks.measuring import clip_threshold, optimizer_place, remaining_scale
 from andrea_callbacks.replay import (
     LossFunction,
     ReplayFunction,
@@ -41,6 +43,9 @@ from andrea_callbacks.window import UpdateWindow, WindowCallback
 
 MOST_SOURCES = 256
 """Sources told apart; the rest share the last place."""
+
+FAITHFUL = 0.95
+"""Cosine between a replay's gradient and the update's under which the replay is not the run's loss."""
 
 SHOWN = 10
 """Sequences in the picture and in the text of a report."""
@@ -55,6 +60,7 @@ class _Waiting:
     figures: HostCopy
     window: UpdateWindow
     optimizer: Optimizer
+    gradient: UpdateGradient
 
 
 class SpikeForensics(WindowCallback):
@@ -67,6 +73,10 @@ class SpikeForensics(WindowCallback):
     `sequence_losses(micro_batch)`, its `loss_sum(micro_batch)` (which tells micro-batches apart, and no
     sequences), or `replay`; `training_step` never is. With none of these, and with sharded parameters, the
     report says which sequences were in the update, and that attribution is not available.
+
+    A replay whose gradient points elsewhere than the update's (cosine under 0.95) is not the run's loss: the
+    report says so and names nobody. The norm is that before any clip, as in `PreClipNorm`; an update whose
+    gradient was changed by other means is judged by its loss alone.
 
     Under automatic optimization and in modules that report their updates the loss is that of the whole
     update; under somebody's own manual optimization the sum of what backward passes started from since the
@@ -101,6 +111,7 @@ class SpikeForensics(WindowCallback):
         decode: Turns ids into text; the tokenizer of module or datamodule when left out.
         folder: Where reports go, in place of the log folder.
         name: Tells instances in the same trainer apart.
+        identify: Takes a micro-batch, whatever it is, and returns a name for each of its rows.
 
     Raises:
         ValueError: If an option is out of range; the message names it.
@@ -125,12 +136,16 @@ class SpikeForensics(WindowCallback):
         decode: DecodeFunction | None = None,
         folder: str | None = None,
         name: str | None = None,
+        identify: NameFunction | None = None,
     ) -> None:
         super().__init__(name=name)
+        self._options = {
+            "threshold": threshold,
+            "history": history,
+            "min_history": min_history,
+            "patience": patience,
+        }
         try:
-            self._build: Callable[[float], SpikeDetector] = lambda least: SpikeDetector(
-                threshold, least, history, min_history, patience
-            )
             self._build(ratio)
         except ValueError as error:
             raise ValueError(f"SpikeForensics: {error}") from error
@@ -149,6 +164,7 @@ class SpikeForensics(WindowCallback):
         self.per_updates = per_updates
         self.wait = wait
         self.replay = replay
+        self.identify = identify
         self.decode = decode
         self.folder = folder
         self.reset()
@@ -176,13 +192,18 @@ class SpikeForensics(WindowCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Judge the update, or the one before where its figures have only arrived now."""
+        if self.steps.next(trainer, optimizer) is None:
+            self.window.losses.clear()
+            return
         self._judge_waiting(trainer, pl_module)
+        gradient = update_gradient(trainer, optimizer)
         waiting = _Waiting(
             update=trainer.global_step + 1,
             place=optimizer_place(trainer, optimizer),
-            figures=HostCopy(self._figures(trainer, optimizer)),
+            figures=HostCopy(self._figures(trainer, gradient)),
             window=self.window,
             optimizer=optimizer,
+            gradient=gradient,
         )
         self.window.losses.clear()
         if self.wait or _is_read_at_once(pl_module.device):
@@ -212,6 +233,7 @@ class SpikeForensics(WindowCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return the statistics and what was reported."""
         return {
+            "steps": self.steps.state_dict(),
             "detectors": {name: each.state_dict() for name, each in self._detectors.items()},
             "mixture": dict(self._mixtures.mean),
             "reported": list(self._reported),
@@ -222,6 +244,7 @@ class SpikeForensics(WindowCallback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the statistics."""
+        self.steps.load_state_dict(state_dict.get("steps", {}))
         self._detectors = {}
         for name, state in state_dict["detectors"].items():
             self._detector(name).load_state_dict(state)
@@ -230,9 +253,13 @@ class SpikeForensics(WindowCallback):
         self.spikes = state_dict["spikes"]
         self.in_a_row = state_dict.get("in_a_row", 0)
 
-    def _figures(self, trainer: pl.Trainer, optimizer: Optimizer) -> Tensor:
-        """Return norm, loss and the tokens of each source, alike on all ranks."""
-        norm = measured_norm(trainer, optimizer).total.detach() / remaining_scale(trainer, optimizer)
+    def _figures(self, trainer: pl.Trainer, gradient: UpdateGradient) -> Tensor:
+        """Return norm, NaN where it is not known, loss and the tokens of each source, alike on all ranks."""
+        norm = gradient.total
+        if gradient.is_altered:
+            norm = torch.full_like(norm, float("nan"))
+        elif gradient.doubt is not None:
+            norm = torch.where(gradient.doubt, float("nan"), norm)
         loss = self.window_loss(trainer)
         figures = side_by_side(norm, float("nan") if loss is None else loss)
         tokens = self._tokens_of_sources(figures)
@@ -323,7 +350,8 @@ class SpikeForensics(WindowCallback):
             **figures,
             "typical": {name: verdict.typical for name, verdict in verdicts.items()},
             "score": {name: verdict.score for name, verdict in verdicts.items()},
-            "clip_threshold": clip_threshold(trainer, pl_module),
+            "optimizer": waiting.place,
+            **_clip_figures(trainer, pl_module, waiting.gradient),
             "weights": "before the update" if is_before else "after the update, of which nothing was undone",
         }
         recent = [each for each in self._reported if update - self.per_updates < each <= update]
@@ -359,10 +387,14 @@ class SpikeForensics(WindowCallback):
         except Exception as error:  # the user's code, or what it was given: the run goes on
             failed = [replay_failed(error)]
             rank_zero_warn(f"update {waiting.update}: {failed[0]}")
+        agreement = 1.0 if attribution is None or attribution.agreement is None else attribution.agreement
+        if agreement < FAITHFUL:  # the same on all ranks
+            report["agreement"] = agreement
+            failed = [_unfaithful(agreement)]
         failed = gathered(failed)
         if failed:
             attribution, report["attribution"] = None, {"unavailable": failed[0]}
-        report["sequences"] = gathered(_identities(trainer, waiting.window))
+        report["sequences"] = gathered(_identities(trainer, waiting.window, self.identify))
         origin, bundle = "", Bundle(figures=report)
         if attribution is not None and attribution.sequences:
             first = attribution.sequences[0]
@@ -376,6 +408,9 @@ class SpikeForensics(WindowCallback):
             decode = decoder(trainer, pl_module, self.decode)
             bundle.texts = gathered(_texts(trainer, waiting.window, attribution, decode))
             add_text(trainer, "spike", _table(title + origin, attribution), waiting.update)
+        elif "agreement" in report:
+            origin = f"; {failed[0]}"
+            bundle.picture = bar_chart(title + origin, [])
         place = write_bundle(trainer, self.folder, f"update-{waiting.update:06d}-spike", bundle)
         report["report"] = place
         return origin + (f"; report: {place}" if place else "")
@@ -390,19 +425,18 @@ class SpikeForensics(WindowCallback):
     ) -> Attribution:
         losses_of = together(lambda: self._losses_of(pl_module, waiting.window))
         parameters = [each for each in optimizer_parameters(waiting.optimizer) if each.requires_grad]
-        whole: list[Tensor] | None = None
-        if is_before:
-            scale = remaining_scale(trainer, waiting.optimizer)
-            whole = [
-                torch.zeros_like(each) if each.grad is None else each.grad.detach().to_dense() / scale
-                for each in parameters
-            ]
-        return attribute(trainer, pl_module, waiting.window, losses_of, parameters, whole, norm)
+        whole = _gradient_before(waiting, parameters, trainer) if is_before else None
+        return attribute(
+            trainer, pl_module, waiting.window, losses_of, parameters, whole, norm, self.identify
+        )
 
     def _losses_of(self, pl_module: pl.LightningModule, window: UpdateWindow) -> LossFunction:
         if not window.is_whole or not window.micro_batches:
             raise ReplayUnavailable("attribution is not available: the micro-batches are not all at hand")
         return loss_function(pl_module, self.replay)
+
+    def _build(self, ratio: float) -> SpikeDetector:
+        return SpikeDetector(ratio=ratio, **cast(Any, self._options))
 
     def _detector(self, name: str) -> SpikeDetector:
         if name not in self._detectors:
@@ -415,13 +449,61 @@ def _is_read_at_once(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _identities(trainer: pl.Trainer, window: UpdateWindow) -> list[dict[str, Any]]:
-    """Return what is known of this rank's sequences, or of its micro-batches where they have no rows."""
+def _clip_figures(
+    trainer: pl.Trainer, pl_module: pl.LightningModule, gradient: UpdateGradient
+) -> dict[str, float | None]:
+    """Return what a gradient is clipped to, and the norm that clips have left of it, where that is known."""
+    if gradient.clip is not None:
+        left = gradient.clip.clipped
+        return {
+            "clip_threshold": gradient.clip.threshold,
+            "clipped_norm": None if left is None else float(left),
+        }
+    threshold = clip_threshold(trainer, pl_module)
+    is_watched = watch_of(trainer) is not None and not gradient.is_altered
+    if threshold is None and is_watched and not pl_module.automatic_optimization:
+        threshold = float("inf")  # the step is next, and nothing has clipped
+    return {"clip_threshold": threshold}
+
+
+def _gradient_before(waiting: _Waiting, parameters: list[Tensor], trainer: pl.Trainer) -> list[Tensor] | None:
+    """Return an update's gradient as it was before a clip, without a loss scale; None where it is not left.
+
+    A clip by the global norm has multiplied all of it by one number; after any other change it is lost.
+    """
+    gradient = waiting.gradient
+    clip = gradient.clip
+    if gradient.is_altered or (gradient.doubt is not None and bool(gradient.doubt)):
+        return None
+    factor = 1.0 / remaining_scale(trainer, waiting.optimizer)
+    if clip is not None:
+        now = float(gradient_norm(parameters).total) * factor
+        if not clip.is_uniform or not now:
+            return None
+        factor *= float(gradient.total) / now
+    return [
+        torch.zeros_like(each) if each.grad is None else each.grad.detach().to_dense() * factor
+        for each in parameters
+    ]
+
+
+def _unfaithful(agreement: float) -> str:
+    return (
+        f"the replay is not the run's loss (cosine of its gradient to the update's {agreement:.2f}), and "
+        "nobody is named; replay=, sequence_losses or loss_sum must return what training_step trains on"
+    )
+
+
+def _identities(
+    trainer: pl.Trainer, window: UpdateWindow, identify: NameFunction | None
+) -> list[dict[str, Any]]:
+    """Return what is known of this rank's rows, or of its micro-batches where they have none."""
     found: list[dict[str, Any]] = []
     for number, micro_batch in enumerate(window.micro_batches, start=1):
-        rows = row_numbers(micro_batch, "document_id") or row_numbers(micro_batch, "source_id")
+        names = row_names(micro_batch, identify)
+        rows = names or row_numbers(micro_batch, "document_id") or row_numbers(micro_batch, "source_id")
         places = range(len(rows)) if rows else [None]
-        found += [identify(trainer, micro_batch, number, row) for row in places]
+        found += [identity_of(trainer, micro_batch, number, row, names) for row in places]
     return found
 
 

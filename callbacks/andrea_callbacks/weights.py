@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from andrea_callbacks.gradients import is_sharded, local_gradient, optimizer_parameters, squared_norms
+from andrea_callbacks.gradients import (
+    is_sharded,
+    local_gradient,
+    optimizer_parameters,
+    real_values,
+    squared_norms,
+)
 from andrea_callbacks.host import agree, widest
 
 
@@ -67,8 +73,8 @@ def _squares(optimizer: Optimizer, before: dict[int, Tensor]) -> tuple[Tensor, T
     changes: list[Tensor] = []
     for group in optimizer.param_groups:
         parameters = cast("list[Tensor]", group["params"])
-        old = [before[id(each)] for each in parameters if id(each) in before]
-        new = [local_gradient(each.detach()) for each in parameters if id(each) in before]
+        old = [real_values(before[id(each)]) for each in parameters if id(each) in before]
+        new = [real_values(local_gradient(each.detach())) for each in parameters if id(each) in before]
         moved = [_wide(after) - _wide(kept) for after, kept in zip(new, old, strict=True)]
         device = parameters[0].device if parameters else torch.device("cpu")
         nothing = torch.zeros((), dtype=widest(device), device=device)

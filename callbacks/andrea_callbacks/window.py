@@ -18,7 +18,7 @@ from andrea_callbacks.host import widest
 from andrea_callbacks.measuring import scaler_of
 from andrea_callbacks.protocols import HoldsMicroBatches
 from andrea_callbacks.random_state import RandomState
-from andrea_callbacks.updates import ReportCallback
+from andrea_callbacks.steps import StepCallback
 
 MOST_BATCHES = 64
 """Batches kept while no optimizer steps, unless Lightning is told to accumulate more."""
@@ -45,7 +45,7 @@ class UpdateWindow:
     """Whether all micro-batches are here."""
 
 
-class WindowCallback(ReportCallback):
+class WindowCallback(StepCallback):
     """A callback that knows the micro-batches of the update which is being made.
 
     Args:
@@ -63,12 +63,9 @@ class WindowCallback(ReportCallback):
         self._step = 0
 
     @override
-    def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
-        """Take the report of an update; nothing is done with it here."""
-
-    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget an update that broke off."""
+        super().on_train_start(trainer, pl_module)
         self.window, self.previous = UpdateWindow(), UpdateWindow()
         self._step = trainer.global_step
 
@@ -104,6 +101,7 @@ class WindowCallback(ReportCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Start a new update if an optimizer stepped."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if trainer.global_step != self._step:
             self._step = trainer.global_step
             self.previous, self.window = self.window, UpdateWindow()

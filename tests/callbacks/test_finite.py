@@ -301,7 +301,7 @@ def test_raise_under_automatic_optimization(kind: str) -> None:
             before.append([each.detach().clone() for each in pl_module.parameters()])
 
     trainer = build_trainer(callbacks=[Before(), guard])
-    with pytest.raises(NonFiniteError, match=r"update 3: .* as before it; micro-batch 1 of 1, sequence 2: "):
+    with pytest.raises(NonFiniteError, match=r"update 3: .* as before it; micro-batch 1 of 1, row 2: "):
         trainer.fit(module, ListLoader(foreign_batches({3})))
     assert all(map(torch.equal, before[2], [each.detach() for each in module.parameters()]))
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 / 3)

@@ -66,11 +66,17 @@ def test_clip_of_others_is_not_guessed(name: str) -> None:
         assert logger.series(f"train/{scalar}") == []
 
 
-def test_clip_by_value_is_not_guessed() -> None:
-    logger = RowLogger()
-    train("boring", [PreClipNorm()], logger=logger, gradient_clip_val=0.1, gradient_clip_algorithm="value")
-    assert len(logger.series("train/grad_norm")) == 16
-    assert logger.series("train/clip_coefficient") == []
+def test_clip_by_value_is_measured() -> None:
+    logger, norms = RowLogger(), Norms()
+    options: dict[str, Any] = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
+    train("boring", [PreClipNorm(), norms], logger=logger, **options)
+    found = dict(logger.series("train/grad_norm"))
+    assert list(found.values()) == pytest.approx(norms.norms, rel=1e-6)
+    clipped = [value for _, value in logger.series("train/grad_norm_clipped")]
+    assert clipped == pytest.approx(norms.after, rel=1e-6)
+    coefficients = [value for _, value in logger.series("train/clip_coefficient")]
+    assert coefficients == pytest.approx([a / b for a, b in zip(norms.after, norms.norms, strict=True)])
+    assert logger.series("train/clip_threshold") == []  # a bound on elements is no norm
 
 
 def test_own_clipping_is_not_guessed() -> None:

@@ -164,11 +164,13 @@ def test_the_larger_rest_is_followed_and_skipped_updates_do_not_count() -> None:
         publish_event(trainer, RunEvent(kind="spike", update=update, message="", details=details))
 
     spike(10, 50.0, None)  # what enters the moments is not known
-    assert monitor.state_dict()["spike"] is None
+    assert not monitor.state_dict()["spikes"]
     spike(10, 50.0)
     spike(12, 20.0)  # 50 * 0.81 is left of the first
-    assert monitor.state_dict()["spike"] == {"update": 10, "norm": 50.0}
+    followed = {"update": 10, "step": 10, "norm": 50.0, "skipped": []}
+    assert monitor.state_dict()["spikes"] == {"0": followed}
     monitor.take_report(trainer, {"outcome": "nonfinite_skip", "update": 13})
-    assert monitor._age(14) == 3
+    assert monitor.state_dict()["spikes"] == {"0": followed | {"skipped": [13]}}
+    spike(14, 40.0)  # 36.45 is left by now, as update 13 did not count: 32.8 otherwise
     spike(30, 100.0, 20.0)
-    assert monitor.state_dict() == {"spike": {"update": 30, "norm": 20.0}, "skipped": []}
+    assert monitor.state_dict()["spikes"] == {"0": {"update": 30, "step": 30, "norm": 20.0, "skipped": []}}

@@ -25,6 +25,7 @@ from andrea_callbacks import (
     RunEvent,
     RunJournal,
     SpikeForensics,
+    UnwatchedWarning,
     publish_event,
     read_journal,
 )
@@ -336,7 +337,7 @@ def test_monitor_does_not_count_what_the_guard_skipped() -> None:
     publish_event(trainer, RunEvent(kind="spike", update=3, message="", details=details))
     publish_event(trainer, RunEvent(kind="nonfinite", update=5, message="", details={"skipped": True}))
     publish_event(trainer, RunEvent(kind="nonfinite", update=6, message="", details={"skipped": False}))
-    assert monitor._age(10) == 6
+    assert monitor._spikes["0"].skipped == [5]
 
 
 def test_shares_of_norms_beyond_float32() -> None:
@@ -393,7 +394,8 @@ def test_batches_are_let_go() -> None:
             most.append(len(spikes.window.micro_batches))
 
     trainer = build_trainer(callbacks=[spikes, Count()], limit_val_batches=0)
-    trainer.fit(Unseen(), ListLoader(spiky(200, None)))
+    with pytest.warns(UnwatchedWarning):
+        trainer.fit(Unseen(), ListLoader(spiky(200, None)))
     assert max(most) <= 64
     assert not spikes.window.micro_batches
     assert not spikes.previous.micro_batches

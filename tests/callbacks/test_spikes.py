@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import spikes as benchmark
 from andrea_callbacks import RunEvent, SpikeForensics
 from andrea_callbacks import spikes as module_of_spikes
 from andrea_callbacks.attribution import Attribution, attribute
+from andrea_callbacks.identity import identity_of, spell
 from andrea_callbacks.replay import NO_REPLAY, loss_function
 from andrea_callbacks.window import UpdateWindow
 from andrea_pl import DynamicPaddingCollator, LanguageModule, TransformerConfig, Window
@@ -177,7 +179,7 @@ def test_a_users_replay(accumulate: int, capsys: Any, caplog: Any) -> None:
     assert report["weights"] == "before the update"
     assert first["without"] < report["norm"] / 5
     text = "\n".join(record.getMessage() for record in caplog.records)
-    assert f"% from sequence 3 of micro-batch {accumulate}; report: " in text
+    assert f"% from row 3 of micro-batch {accumulate}; report: " in text
     assert "update 40: norm " in text
 
 
@@ -187,6 +189,94 @@ def test_without_a_replay_the_report_says_so() -> None:
     report = json.loads(Path("reports/update-000040-spike/report.json").read_text())
     assert report["attribution"] == {"unavailable": NO_REPLAY}
     assert report["sequences"] == [{"rank": 0, "micro_batch": 1}]
+
+
+def unfaithful(module: Any, batch: Tensor) -> Tensor:
+    """Not what the model is trained on."""
+    return (module.layer(batch) - torch.tensor([50.0, -50.0, 3.0, 7.0])).square().sum(1)
+
+
+@pytest.mark.parametrize("wrong", [unfaithful, lambda module, batch: -module.layer(batch).sum(1)])
+def test_an_unfaithful_replay_names_nobody(wrong: Any, caplog: Any, tmp_path: Path) -> None:
+    """The console named a wrong sequence, and the agreement of 0.27 stood in report.json alone."""
+    events, logger = Events(), TensorBoardLogger(tmp_path / "logs")
+    trainer = build_trainer(callbacks=[SpikeForensics(replay=wrong), events], logger=logger)
+    with caplog.at_level("INFO"):
+        trainer.fit(Rows(), ListLoader(rows_with_spikes({40})))
+    folder = Path(trainer.log_dir) / "reports/update-000040-spike"
+    report = json.loads((folder / "report.json").read_text())
+    assert report["agreement"] < 0.95
+    assert report["attribution"]["unavailable"].startswith("the replay is not the run's loss (cosine")
+    picture = (folder / "picture.svg").read_text()
+    line = next(record.getMessage() for record in caplog.records if "update 40: norm" in record.getMessage())
+    for said in (line, events.taken[0].message, picture.replace("&#x27;", "'")):
+        assert "the replay is not the run's loss" in said
+        assert "% from" not in said
+        assert "row 3" not in said
+    assert events.taken[0].details["attribution"] == report["attribution"]
+
+
+def test_a_faithful_replay_of_clipped_gradients_agrees() -> None:
+    """The gradient at the step is clipped by then; its direction is that of the update."""
+
+    class Clipping(Rows):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.row_losses(batch).mean())
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+            optimizer.step()
+
+    trainer = build_trainer(callbacks=[SpikeForensics(replay=replay)])
+    trainer.fit(Clipping(), ListLoader(rows_with_spikes({40})))
+    report = json.loads(Path("reports/update-000040-spike/report.json").read_text())
+    assert report["attribution"]["agreement"] == pytest.approx(1.0, abs=1e-5)
+    assert report["attribution"]["sequences"][0]["identity"]["row"] == 3
+    assert report["attribution"]["norm"] == pytest.approx(report["norm"], rel=1e-6)
+    parts = sum(part["share"] for part in report["attribution"]["sequences"])
+    assert parts == pytest.approx(1.0, abs=1e-4)
+    assert (report["clip_threshold"], report["clipped_norm"]) == (0.5, pytest.approx(0.5, rel=1e-5))
+
+
+def name_rows(batch: Any) -> list[str]:
+    return [f"house {number}" for number in range(len(batch))]
+
+
+def test_rows_have_the_projects_own_names(caplog: Any) -> None:
+    trainer = build_trainer(callbacks=[SpikeForensics(replay=replay, identify=name_rows)])
+    with caplog.at_level("INFO"):
+        trainer.fit(Rows(), ListLoader(rows_with_spikes({40})))
+    text = "\n".join(record.getMessage() for record in caplog.records)
+    assert "% from house 2 (row 3 of micro-batch 1); report: " in text
+
+
+def test_names_without_a_replay() -> None:
+    trainer = build_trainer(callbacks=[SpikeForensics(identify=name_rows)])
+    trainer.fit(Rows(), ListLoader(rows_with_spikes({40})))
+    report = json.loads(Path("reports/update-000040-spike/report.json").read_text())
+    assert [each["name"] for each in report["sequences"]] == [f"house {number}" for number in range(4)]
+
+
+@pytest.mark.parametrize("bad", [lambda batch: batch.missing, lambda batch: None, lambda batch: ["one"]])
+def test_names_that_cannot_be_had_stop_nothing(bad: Any, caplog: Any) -> None:
+    trainer = build_trainer(callbacks=[SpikeForensics(replay=replay, identify=bad)])
+    with warnings.catch_warnings(record=True) as caught, caplog.at_level("INFO"):
+        warnings.simplefilter("always")
+        trainer.fit(Rows(), ListLoader(rows_with_spikes({40})))
+    said = [str(each.message) for each in caught if "identify=" in str(each.message)]
+    assert all("identify gets a micro-batch and must return a name for each row" in each for each in said)
+    text = "\n".join(each.getMessage() for each in caplog.records)
+    assert "% from row 3 of micro-batch 1; report: " in text
+
+
+def test_text_is_spoken_of_as_sequences() -> None:
+    batch = {"input_ids": torch.ones(2, 3, dtype=torch.int64)}
+    assert spell(identity_of(build_trainer(), batch, 1, 1)) == "sequence 2 of micro-batch 1"
+    assert spell(identity_of(build_trainer(), (torch.ones(2),), 1, 1)) == "row 2 of micro-batch 1"
 
 
 def test_at_most_so_many_reports() -> None:
