@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from andrea_callbacks.gradients import is_sharded
+from andrea_callbacks.packages import with_twin
 from andrea_callbacks.protocols import GeneratesText
 from andrea_callbacks.scalars import add_text
 
@@ -30,6 +31,7 @@ class UpdateProgressBar(TQDMProgressBar):
         self._since = time.perf_counter()
         self._rate = 0.0
         self._report: Mapping[str, Any] | None = None
+        self.__class__ = with_twin(type(self))
 
     def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
         """Count the tokens."""

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
+from andrea_callbacks.packages import is_kind
 from andrea_callbacks.protocols import HasHyperparameters, NamesSources
 from andrea_callbacks.updates import settle
 
@@ -80,7 +81,9 @@ class TensorBoardLayout(Callback):
         if trainer.optimizers:
             group = trainer.optimizers[0].param_groups[0]
             options["optimizer"] = type(trainer.optimizers[0]).__name__
-            options["lr"] = float(group.get("initial_lr", group["lr"]))
+            rate = group.get("initial_lr", group.get("lr"))
+            if rate is not None:  # Adafactor may set its own
+                options["lr"] = float(rate)
             for key in ("weight_decay", "momentum", "betas", "eps"):
                 if key in group:
                     options[key] = group[key] if isinstance(group[key], float) else str(group[key])
@@ -98,4 +101,4 @@ class TensorBoardLayout(Callback):
 def _loggers(trainer: pl.Trainer) -> list[TensorBoardLogger]:
     if not trainer.is_global_zero:
         return []
-    return [each for each in trainer.loggers if isinstance(each, TensorBoardLogger)]
+    return [cast(TensorBoardLogger, each) for each in trainer.loggers if is_kind(each, TensorBoardLogger)]
