@@ -32,6 +32,13 @@ class ClipHook(Strategy):
         super().__init__(**options)
         self.clipper = Clipper(clipper)
 
+    def __repr__(self) -> str:
+        # what pytorch_lightning's Trainer quotes where it refuses a strategy that is none of its own
+        return (
+            f"<{type(self).__name__}, which needs a Trainer of lightning.pytorch, not of pytorch_lightning: "
+            "import lightning.pytorch as pl>"
+        )
+
     def gradient_norm(self, optimizer: Optimizer) -> GradientNorm:
         """Return norms and non-finite counts of an optimizer's gradients; see `Clipper.gradient_norm`."""
         return self.clipper.gradient_norm(_raw(optimizer))

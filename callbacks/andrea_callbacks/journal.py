@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,9 @@ from andrea_callbacks.scalars import Doubtful, to_host
 from andrea_callbacks.updates import settle
 from andrea_callbacks.window import WindowCallback
 
+KEY = "andrea_journal"
+"""Where a checkpoint has the names of the files, by callback."""
+
 
 class RunJournal(WindowCallback):
     """Appends what happens in a run to a file, a JSON object a line; `read_journal` reads it back.
@@ -35,11 +39,12 @@ class RunJournal(WindowCallback):
 
     Lines are written at once, and synchronised with the disk, every `every` updates, after `seconds`, and
     with everything that is no update. A kill loses the updates since then and nothing else; a line that it
-    tore stays, alone. A resume appends: what is done again stands there twice, behind a second `start`.
-    Written on rank zero.
+    tore stays, alone. A resume appends to the file of its run: what is done again stands there twice, behind
+    a second `start`. Written on rank zero.
 
     Args:
-        path: The file; `journal.jsonl` in the trainer's log folder when left out.
+        path: The file. When left out, `journal.jsonl` in the trainer's log folder; a new run takes
+            `journal.2.jsonl`, `journal.3.jsonl` … if an earlier run has left one there.
         every: Updates between two writes.
         seconds: Time between two writes, where updates are slow.
         name: Tells instances in the same trainer apart; the file is `journal-<name>.jsonl` then.
@@ -61,6 +66,7 @@ class RunJournal(WindowCallback):
         self.seconds = seconds
         self.file: Path | None = None
         """Where the journal of this run is, once it has started."""
+        self._chosen: str | None = None  # its name, where no path was given
         self._rows: list[dict[str, Any]] = []
         self._skipped = 0
         self._written = time.monotonic()
@@ -72,8 +78,7 @@ class RunJournal(WindowCallback):
         folder = trainer.log_dir or trainer.default_root_dir  # all ranks must ask
         if getattr(trainer, "fast_dev_run", False):
             return
-        named = "journal.jsonl" if self.name is None else f"journal-{self.name}.jsonl"
-        self.file = Path(self.path) if self.path is not None else Path(folder) / named
+        self.file = Path(self.path) if self.path is not None else self._choose(trainer, Path(folder))
         self._rows.clear()
         start = {
             "resumed": trainer.global_step > 0,
@@ -85,6 +90,30 @@ class RunJournal(WindowCallback):
         }
         self._note(trainer, "start", trainer.global_step, start)
         self._write(trainer)
+
+    def _choose(self, trainer: pl.Trainer, folder: Path) -> Path:
+        """Return the file of the run that goes on, or one that no other run has."""
+        stem = "journal" if self.name is None else f"journal-{self.name}"
+        first = folder / f"{stem}.jsonl"
+        if not trainer.is_global_zero:
+            return first
+        if trainer.global_step:
+            own = folder / (self._chosen or first.name)
+            own = own if own.exists() else first
+            self._chosen = own.name
+            return own
+        for number in count(1):
+            free = first if number == 1 else folder / f"{stem}.{number}.jsonl"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                free.open("x").close()  # another run may choose at the same time
+            except FileExistsError:
+                continue
+            except OSError:  # which writing says
+                pass
+            self._chosen = free.name
+            return free
+        return first
 
     @override
     def on_before_optimizer_step(
@@ -145,9 +174,19 @@ class RunJournal(WindowCallback):
     ) -> None:
         """Note that a checkpoint is about to be written."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if self._chosen is not None:
+            checkpoint.setdefault(KEY, {})[self.state_key] = self._chosen
         if self.file is not None:
             self._note(trainer, "checkpoint", trainer.global_step)
             self._write(trainer)
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Learn which file the run wrote."""
+        name = checkpoint.get(KEY, {}).get(self.state_key)
+        self._chosen = None if name is None else Path(name).name
 
     @override
     def on_exception(

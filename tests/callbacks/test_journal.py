@@ -91,6 +91,43 @@ def test_resume_appends(tmp_path: Path) -> None:
     assert [row["resumed"] for row in rows if row["kind"] == "start"] == [False, True]
 
 
+def boring(callbacks: list[Any], **options: Any) -> Any:
+    trainer = build_trainer(callbacks=callbacks, limit_train_batches=4, limit_val_batches=0, **options)
+    trainer.fit(BoringModel())
+    return trainer
+
+
+def updates_in(path: str) -> list[int]:
+    return [row["update"] for row in read_journal(path) if row["kind"] == "update"]
+
+
+def test_unrelated_runs_do_not_share_a_file(tmp_path: Path) -> None:
+    """Without a logger all runs have the same folder; a resume goes on with the file of its own run."""
+    boring([RunJournal()])
+    second = boring([RunJournal(), RunJournal(name="more")])
+    second.save_checkpoint(tmp_path / "a.ckpt")
+    boring([RunJournal()])
+    files = sorted(each.name for each in Path().glob("journal*.jsonl"))
+    assert files == ["journal-more.jsonl", "journal.2.jsonl", "journal.3.jsonl", "journal.jsonl"]
+    assert all(updates_in(each) == [1, 2, 3, 4] for each in files)
+    resumed = build_trainer(
+        callbacks=[RunJournal()], max_epochs=2, limit_train_batches=4, limit_val_batches=0
+    )
+    resumed.fit(BoringModel(), ckpt_path=tmp_path / "a.ckpt")
+    assert updates_in("journal.2.jsonl") == list(range(1, 9))
+    assert updates_in("journal.jsonl") == updates_in("journal.3.jsonl") == [1, 2, 3, 4]
+
+
+def test_the_same_callback_again_and_the_same_trainer_going_on() -> None:
+    journal = RunJournal()
+    trainer = boring([journal])
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(BoringModel())
+    boring([journal])
+    assert updates_in("journal.jsonl") == list(range(1, 9))
+    assert updates_in("journal.2.jsonl") == [1, 2, 3, 4]
+
+
 @given(
     st.lists(st.binary(max_size=30).filter(lambda line: b"\n" not in line), max_size=6), st.integers(0, 200)
 )
