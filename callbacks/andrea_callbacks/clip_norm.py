@@ -322,10 +322,10 @@ class PreClipNorm(StepCallback):
             self._has_warned_of_change = True
             rank_zero_warn(
                 f"update {update}: the gradients were changed after the backward pass, and not by a clip of "
-                "torch, Lightning or the strategy. Their norm before the change is not known: "
-                "train/grad_norm is left out of this update and of others like it. Clip with "
-                "torch.nn.utils.clip_grad_norm_ or self.clip_gradients, and scale the loss instead of the "
-                "gradients",
+                "torch, Lightning or the strategy, or they were clipped before the last backward pass. "
+                "Their norm before the change is not known: train/grad_norm is left out of this update and "
+                "of others like it. Clip once, with torch.nn.utils.clip_grad_norm_ or self.clip_gradients, "
+                "and scale the loss instead of the gradients",
                 category=ClipWarning,
             )
 

@@ -1,6 +1,7 @@
 """NaN and Inf: flagged at the update in which they appear, traced to their origin, kept from the weights."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -361,8 +362,10 @@ class FiniteGuard(WindowCallback):
     ) -> None:
         """Say whether the batch that somebody's code raised over has NaN or Inf in it."""
         update = trainer.global_step + 1
-        is_ours = isinstance(exception, NonFiniteError) or not isinstance(exception, Exception)
-        found = [] if is_ours else self._look_into_batches(trainer, self.window_of(update))
+        found: list[dict[str, Any]] = []
+        if isinstance(exception, Exception) and not isinstance(exception, NonFiniteError):
+            with suppress(Exception):  # the project's own exception is what matters
+                found = self._look_into_batches(trainer, self.window_of(update))
         if found:
             message = f"update {update}: " + "; ".join(each["words"] for each in found)
             exception.add_note(message)

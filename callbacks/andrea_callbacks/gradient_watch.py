@@ -276,15 +276,17 @@ def _rough_norms(gradients: Iterable[Tensor]) -> Tensor | None:
     values = [each.detach() for each in gradients]
     if not values or any(is_sharded(each) or each.layout != torch.strided for each in values):
         return None
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, each in enumerate(values):
+        kinds.setdefault((each.device, each.dtype), []).append(place)
+    norms: dict[int, Tensor] = {}
     with torch.no_grad(), torch.autocast(values[0].device.type, enabled=False):
-        norms = [
-            cast(Tensor, torch.linalg.vector_norm(each, dtype=_wide_enough(each))).float() for each in values
-        ]
-        return torch.stack([each.to(norms[0].device) for each in norms])
-
-
-def _wide_enough(values: Tensor) -> torch.dtype | None:
-    return torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else None
+        for (_, dtype), places in kinds.items():  # few launches, however many gradients
+            wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+            found = torch._foreach_norm([values[place] for place in places], 2.0, wide)  # pyright: ignore
+            norms.update(zip(places, found, strict=True))
+        home = values[0].device
+        return torch.stack([norms[place].to(home, torch.float32) for place in range(len(values))])
 
 
 def _doubt(followed: _Followed, gradients: dict[int, Tensor], scale: Tensor | float) -> Tensor | None:

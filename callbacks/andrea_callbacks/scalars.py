@@ -61,7 +61,7 @@ class ScalarBuffer:
     def _write(self, steps: list[int]) -> None:
         rows = [self._steps.pop(step) for step in steps]
         for step, values in zip(steps, to_host(rows), strict=True):
-            for logger in self._loggers():
+            for logger in self._loggers() if values else []:
                 logger.log_metrics(values, step=step)
 
     def _loggers(self) -> list[Logger]:
