@@ -43,6 +43,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -618,8 +619,6 @@ class Examination:
 
     def _compare_figures(self, run: str, witness: Witness) -> None:
         """Compare journal and curves with what was measured on the spot."""
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
         (journal,) = (self.folder / run).rglob("journal.jsonl")
         norms = np.array(witness.norms)
         noted = [row["grad_norm"] for row in read_journal(journal) if row["kind"] == "update"]
@@ -722,7 +721,7 @@ def main() -> None:
     names = [options.only] if options.only else list(PROJECTS)
     missing = [name for name in names if not is_installed(name)]
     if missing:
-        parser.error(f"not installed: {', '.join(missing)}. {INSTALL}")
+        sys.exit(f"not installed: {', '.join(missing)}. {INSTALL}")
     if options.inside:
         examine_inside(options.only, options.inside)
         return
