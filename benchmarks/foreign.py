@@ -731,8 +731,7 @@ def main() -> None:
     lines = [list(Row.HEAD), ["---"] * len(Row.HEAD), *(row.cells(name) for name, row in rows.items())]
     print("\n".join(f"| {' | '.join(line)} |" for line in lines))
     faults = [f"{name}: {fault}" for name, row in rows.items() for fault in row.faults]
-    print("\n".join(faults))
-    sys.exit(1 if faults else 0)
+    sys.exit("\n".join(faults) or 0)
 
 
 if __name__ == "__main__":
