@@ -147,7 +147,7 @@ class PreClipNorm(StepCallback):
         gradient = update_gradient(trainer, optimizer)
         if gradient.is_altered:
             self._warn_of_change(update)
-        elif not reports:
+        elif not reports and gradient.norm.parameters:
             self._record_gradient(trainer, pl_module, optimizer, update, gradient)
         if due:
             self._read_doubts()

@@ -8,12 +8,13 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
 from andrea_callbacks.gradients import is_sharded
-from andrea_callbacks.packages import with_twin
+from andrea_callbacks.packages import is_kind, with_twin
 from andrea_callbacks.protocols import GeneratesText
 from andrea_callbacks.scalars import add_text
 
@@ -115,7 +116,8 @@ class RunReport(Callback):
     def _say_where(self, trainer: pl.Trainer, folder: str | None) -> None:
         lines = [f"{trainer.global_step:,} updates done"]
         if trainer.loggers and folder is not None:
-            lines.append(f"logs: {folder} (tensorboard --logdir {folder})")
+            has_curves = any(is_kind(each, TensorBoardLogger) for each in trainer.loggers)
+            lines.append(f"logs: {folder}" + (f" (tensorboard --logdir {folder})" if has_curves else ""))
         saved = _newest_checkpoint(trainer)
         if saved is not None:
             lines.append(f"checkpoint: {saved}")
@@ -126,8 +128,11 @@ class RunReport(Callback):
         generator = torch.Generator(device).manual_seed(self.seed)
         try:
             texts = module.generate(self.prompts, self.max_new_tokens, generator)
-        except (RuntimeError, ValueError) as error:
-            rank_zero_info(f"no sample: {error}")
+        except Exception as error:  # a generate that means something else, or a prompt that is too long
+            named = (
+                "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            )  # else it speaks for itself
+            rank_zero_info(f"no sample: {named}{error}")
             return
         for prompt, text in zip(self.prompts, texts, strict=True):
             rank_zero_info(f"sample: {prompt}{text}")

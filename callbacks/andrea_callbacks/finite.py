@@ -143,6 +143,7 @@ class FiniteGuard(WindowCallback):
         self._overflows: dict[str, int] = {}
         self._bad_state: dict[str, tuple[str, Tensor]] = {}
         self._reports = 0
+        self._flagged_at = 0
         self._moves: list[ScheduleMove] = []
 
     @override
@@ -330,12 +331,19 @@ class FiniteGuard(WindowCallback):
         return "; ".join(lines) or None
 
     def _look_into_batches(self, trainer: pl.Trainer, window: UpdateWindow | None) -> list[dict[str, Any]]:
-        """Return what is not finite in this rank's micro-batches themselves."""
+        """Return what is not finite in this rank's micro-batches themselves.
+
+        What the batches of the update before had as well, which was sound, is meant: NaN for a missing
+        target.
+        """
         micro_batches = [] if window is None else window.micro_batches
+        sound = [] if self._flagged_at == self.previous.number else self.previous.micro_batches
+        usual = {(fault.key, fault.value) for each in sound for fault in faults_in(each)}
         return [
             self._describe_fault(trainer, micro_batch, number, len(micro_batches), fault)
             for number, micro_batch in enumerate(micro_batches, start=1)
             for fault in faults_in(micro_batch)
+            if (fault.key, fault.value) not in usual
         ]
 
     def _describe_fault(
@@ -425,6 +433,7 @@ class FiniteGuard(WindowCallback):
         self, trainer: pl.Trainer, update: int, place: str, fault: str, found: str | None, skipped: bool
     ) -> None:
         self.flagged += 1
+        self._flagged_at = update
         message = f"update {update}: {fault} is not finite" + (f"; {found}" if found else "")
         rank_zero_warn(message, category=NonFiniteWarning)
         details = {"fault": fault, "skipped": skipped, "optimizer": place}

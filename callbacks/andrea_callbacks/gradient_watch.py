@@ -11,7 +11,8 @@ A clip is one of torch's functions, whoever calls it and however it was imported
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, cast
@@ -108,6 +109,7 @@ class GradientWatch:
         self._followed: WeakKeyDictionary[Optimizer, _Followed] = WeakKeyDictionary()
         self._batches = self._idle = 0
         self._step = trainer.global_step
+        self._lacks_gradients = False
         self._has_warned_idle = False
 
     @property
@@ -126,6 +128,7 @@ class GradientWatch:
         if gradient.clip is None and not gradient.is_altered and not _fits(followed, _gradients(optimizer)):
             gradient.clip = Clip(threshold=None)  # by a function whose end is not seen, only its beginning
         followed.step = self._global_step()
+        self._lacks_gradients = not gradient.norm.parameters  # a stand-in for optimizers that nobody sees
         if gradient.clip is not None and gradient.clip.clipped is None:
             gradient.clip.clipped = self._norm_now(optimizer)
         return gradient
@@ -189,7 +192,8 @@ class GradientWatch:
         if trainer is None or trainer.fit_loop.total_batch_idx == self._batches:
             return  # another callback has counted this one
         self._batches = trainer.fit_loop.total_batch_idx
-        self._idle = self._idle + 1 if trainer.global_step == self._step else 0
+        is_idle = trainer.global_step == self._step or self._lacks_gradients
+        self._idle = self._idle + 1 if is_idle else 0
         self._step = trainer.global_step
         if self._has_warned_idle or self._idle < max(MOST_IDLE_BATCHES, 2 * trainer.accumulate_grad_batches):
             return
@@ -362,6 +366,16 @@ def clip_ends(optimizer: Optimizer, threshold: float, norm: Tensor) -> None:
         _tell("clip_ends", optimizer, threshold, norm)
 
 
+@contextmanager
+def watching_paused() -> Generator[None, None, None]:
+    """Let backward passes and clips go by unseen, such as those of an update that is run again."""
+    _wrappers.pauses += 1
+    try:
+        yield
+    finally:
+        _wrappers.pauses -= 1
+
+
 def _tell(what: str, *arguments: Any) -> None:
     """Call a method of the watch of every fit that runs."""
     for watch in list(_watches.values()):
@@ -382,6 +396,7 @@ class _Wrappers:
         self._put: list[tuple[Any, str, Any, Any]] = []
         self._depth = 0
         self._norm_type = 2.0
+        self.pauses = 0
 
     def put_in(self) -> None:
         """Wrap the functions, where they are not wrapped."""
@@ -396,7 +411,7 @@ class _Wrappers:
         ):
             original = getattr(owner, name, None)
             if original is not None:
-                wrapper = wraps(original)(_only_in_eager_mode(original, wrap(original)))
+                wrapper = wraps(original)(self._where_watched(original, wrap(original)))
                 setattr(owner, name, wrapper)
                 self._put.append((owner, name, original, wrapper))
 
@@ -406,6 +421,14 @@ class _Wrappers:
         for owner, name, original, wrapper in put:
             if getattr(owner, name) is wrapper:
                 setattr(owner, name, original)
+
+    def _where_watched(self, original: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling() or self.pauses or not _watches:
+                return original(*arguments, **options)
+            return watched(*arguments, **options)
+
+        return call
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*arguments: Any, **options: Any) -> Any:
@@ -455,15 +478,6 @@ class _Wrappers:
             return result
 
         return clip
-
-
-def _only_in_eager_mode(original: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*arguments: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling() or not _watches:
-            return original(*arguments, **options)
-        return watched(*arguments, **options)
-
-    return call
 
 
 def _listed(parameters: Any) -> list[Tensor]:

@@ -124,7 +124,7 @@ class RunJournal(WindowCallback):
         if is_new and not reports_updates(pl_module):
             gradient, rate = update_gradient(trainer, optimizer), optimizer.param_groups[0]["lr"]
             figures: dict[str, Any] = {}
-            if not gradient.is_altered:
+            if not gradient.is_altered and gradient.norm.parameters:
                 doubt = gradient.doubt
                 figures["grad_norm"] = gradient.total if doubt is None else Doubtful(gradient.total, doubt)
             if rate is not None:

@@ -9,8 +9,10 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import SyncBatchNorm
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchmetrics import Metric
 
+from andrea_callbacks.gradient_watch import watching_paused
 from andrea_callbacks.gradients import is_sharded
 from andrea_callbacks.protocols import SequenceLosses, SumsLosses
 from andrea_callbacks.random_state import RandomState
@@ -68,11 +70,13 @@ def undisturbed(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Generator
     """Run networks in the training step's precision, and leave no trace.
 
     Random states, buffers (also ones that were replaced), the states of torchmetrics, modes, gradients and
-    `requires_grad` are restored, each whatever becomes of the others; what is logged in between is dropped.
-    What else a module keeps in plain attributes, and what hooks of its own do, is out of reach.
+    `requires_grad` are restored, each whatever becomes of the others; what is logged in between is dropped,
+    and no optimizer can step. What else a module keeps in plain attributes, and what hooks of its own do, is
+    out of reach.
 
     Raises:
         ReplayUnavailable: Before anything is run, if a buffer cannot be copied.
+        RuntimeError: If an optimizer is about to step.
     """
     buffers = [_KeptBuffer(part, name, path) for part, name, path in _buffers(pl_module)]
     with ExitStack() as undo:
@@ -84,13 +88,23 @@ def undisturbed(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Generator
         for parameter in pl_module.parameters():
             undo.callback(parameter.requires_grad_, parameter.requires_grad)
             undo.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None  # a backward pass must not add to the update's
         for metric in pl_module.modules():
             if isinstance(metric, Metric):
                 undo.callback(vars(metric).update, _metric_state(metric))
         for buffer in buffers:
             undo.callback(buffer.restore)
+        undo.callback(register_optimizer_step_pre_hook(_refuse_step).remove)
+        undo.enter_context(watching_paused())
         with _unlogged(pl_module), torch.enable_grad(), trainer.precision_plugin.train_step_context():
             yield
+
+
+def _refuse_step(optimizer: Any, *_: Any) -> None:
+    raise RuntimeError(
+        f"{type(optimizer).__name__}.step() was called while losses were only to be computed again; replay "
+        "must return losses, and neither call training_step nor run a backward pass"
+    )
 
 
 def _buffers(pl_module: nn.Module) -> list[tuple[nn.Module, str, str]]:

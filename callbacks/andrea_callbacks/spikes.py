@@ -398,7 +398,8 @@ class SpikeForensics(WindowCallback):
         origin, bundle = "", Bundle(figures=report)
         if attribution is not None and attribution.sequences:
             first = attribution.sequences[0]
-            origin = f", {100 * first.share:.0f} % from {spell(first.identity)}"
+            if len(attribution.sequences) > 1 or "row" in first.identity:
+                origin = f", {100 * first.share:.0f} % from {spell(first.identity)}"
             if "place" in first.identity:
                 origin += f" ({first.identity['place']})"
             shown = attribution.sequences[:SHOWN]

@@ -436,3 +436,24 @@ def test_long_accumulation_is_not_taken_for_it() -> None:
     """Lightning steps every 60th batch here."""
     trainer = build_trainer(callbacks=[PreClipNorm()], max_epochs=20, accumulate_grad_batches=60)
     trainer.fit(Automatic(by_torch, "never"), rows())
+
+
+class StandIn(Manual):
+    """An optimizer for Lightning's eyes, and another that does the work, as in Pyro's modules."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.optimizers().step()  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-3)
+
+
+def test_no_norm_where_there_is_no_gradient() -> None:
+    """The journal had a norm of 0.0 for every update."""
+    logger = RowLogger()
+    trainer = build_trainer(callbacks=[PreClipNorm(), RunJournal()], logger=logger, max_epochs=10)
+    with pytest.warns(UnwatchedWarning) as said, pytest.warns(ClipWarning, match="never received a gradient"):
+        trainer.fit(StandIn(by_torch), rows())
+    assert len([each for each in said if each.category is UnwatchedWarning]) == 1
+    assert logger.series("train/grad_norm") == []
+    assert not any("grad_norm" in row for row in read_journal("journal.jsonl"))

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from andrea_callbacks import SpikeForensics
+from andrea_callbacks import PreClipNorm, SpikeForensics
 from andrea_callbacks.replay import ReplayUnavailable, undisturbed
 from projects import TextRows
-from toy import ListLoader, build_trainer
+from toy import ListLoader, RowLogger, build_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
@@ -162,3 +162,63 @@ def test_a_buffer_that_cannot_be_copied_is_named_before_anything_runs() -> None:
         with undisturbed(build_trainer(), module):
             was_run = True
     assert not was_run
+
+
+class Manual(pl.LightningModule):
+    """Manual optimization, and a replay that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(4)
+        self.layer = nn.Linear(32, 4)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.layer(batch).square().sum(1).mean()
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+def stepping(module: Any, batch: Tensor) -> Tensor:
+    return module.training_step(batch, 0)["loss"]
+
+
+def raw(module: Any, batch: Tensor) -> Tensor:
+    loss = module.layer(batch).square().sum(1)
+    loss.mean().backward(retain_graph=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    optimizer.step()
+    return loss
+
+
+def backward(module: Any, batch: Tensor) -> Tensor:
+    loss = module.layer(batch).square().sum(1)
+    loss.mean().backward(retain_graph=True)
+    return loss
+
+
+@pytest.mark.parametrize("replay", [stepping, raw, backward])
+@pytest.mark.filterwarnings("ignore:update .* running the update again raised")
+def test_a_replay_that_trains_changes_nothing(replay: Any) -> None:
+    rows = [TextRows(8).rows for _ in range(20)]
+    plain, watched = Manual(), Manual()
+    build_trainer().fit(plain, ListLoader(rows))
+    logger = RowLogger()
+    eager = Eager(min_history=5, patience=1000, max_reports=3, replay=replay)
+    trainer = build_trainer(callbacks=[eager, PreClipNorm()], logger=logger)
+    trainer.fit(watched, ListLoader(rows))
+    assert trainer.global_step == 20
+    assert eager.spikes >= 3
+    assert all(map(torch.equal, plain.parameters(), watched.parameters()))
+    assert len(logger.series("train/grad_norm")) == 20
+    report = json.loads(next(Path("reports").glob("*/report.json")).read_text())
+    if replay is backward:
+        assert report["attribution"]["agreement"] == pytest.approx(1.0, abs=1e-5)
+    else:
+        assert "SGD.step() was called" in report["attribution"]["unavailable"]

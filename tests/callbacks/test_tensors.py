@@ -231,3 +231,33 @@ def test_graphs_and_records_as_batches() -> None:
     bad["x"][1, 0] = INF
     with pytest.raises(NonFiniteError, match=r"update 2: .*row 2: Inf in the batch itself, under x"):
         build_trainer(callbacks=[FiniteGuard()]).fit(Graphs(), ListLoader([good, bad]))
+
+
+class Targets(Regression):
+    """Missing targets are NaN by design, as in chemprop."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        known = torch.isfinite(y)
+        loss = nn.functional.mse_loss(self.layer(x)[known, 0], y[known])
+        return loss * (math.inf if self.trainer.global_step == 2 else 1.0)
+
+
+def test_a_nan_that_is_meant_is_not_blamed() -> None:
+    """The batches before had NaN under the same key, and their updates were sound."""
+    y = torch.tensor([1.0, NAN, 2.0, 3.0] * 8)
+    loader = DataLoader(TensorDataset(torch.randn(32, 4), y), batch_size=4)
+    with pytest.raises(NonFiniteError, match="update 3: the loss") as raised:
+        build_trainer(callbacks=[FiniteGuard()]).fit(Targets(), loader)
+    assert "in the batch itself" not in str(raised.value)
+
+
+def test_a_nan_in_batches_one_after_the_other_is_named_in_both() -> None:
+    guard = FiniteGuard(policy="skip", max_reports=2)
+    x = torch.ones(16, 4)
+    x[4:12, 1] = NAN
+    loader = DataLoader(TensorDataset(x, torch.ones(16)), batch_size=4)
+    with pytest.warns(NonFiniteWarning) as said:
+        build_trainer(callbacks=[guard]).fit(Regression(), loader)
+    named = [str(each.message) for each in said if "in the batch itself, under [0]" in str(each.message)]
+    assert len(named) == guard.flagged == 2
