@@ -2,6 +2,7 @@
 
 <folder>/update-000040.ckpt        what torch.save makes of a checkpoint
          update-000040.ckpt.json   its manifest: size and SHA-256 of what lies, or is about to lie, there
+         final-000040.ckpt         weights that a callback put in place at the end, an average for instance
          .andrea-*.part            what is being written; what a kill left of it is swept at the next start
 
 A manifest is on the disk before its file gets its name, and still names what the file held before: at every
@@ -25,9 +26,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from andrea_callbacks.durable import checksum, remove_temporaries, replace_durably, write_all
+from andrea_callbacks.packages import with_twin
 from andrea_pl.errors import UserError
 
 SUFFIX = ".ckpt"
+FINAL = "final"
+"""How names of files begin that hold what a run ended with, weights only; a resume does not look for them."""
 MANIFEST_SUFFIX = ".json"
 FORMAT_VERSION = 1
 KEPT_CONTENTS = 4
@@ -72,6 +76,10 @@ class DurableCheckpointIO(TorchCheckpointIO):
         UserError: If a file cannot be written, naming the path and how many bytes were, or is not what its
             manifest says, or holds more than tensors and plain values.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__class__ = with_twin(type(self))  # which pytorch_lightning takes for a plugin too
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -215,6 +223,8 @@ def fault_of(path: Path) -> str | None:
 def newest_valid(folder: str | Path) -> Found:
     """Return the newest checkpoint of a folder that verifies; the caller says what was passed over.
 
+    Final weights are no fault: they are passed over without a word.
+
     Raises:
         UserError: If there is none at all, or none verifies; each is named with its fault.
     """
@@ -222,7 +232,9 @@ def newest_valid(folder: str | Path) -> Found:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder, and so no checkpoint in it")
     passed_over: list[str] = []
-    for path in _newest_first(folder):
+    files = _newest_first(folder)
+    finals = [path for path in files if _is_final(path)]
+    for path in [each for each in files if each not in finals]:
         fault = fault_of(path)
         if fault is None:
             content = _content(path)
@@ -230,6 +242,7 @@ def newest_valid(folder: str | Path) -> Found:
                 return Found(path=path, update=content.update, passed_over=passed_over)
             fault = "holds weights alone, which nothing can go on from"
         passed_over.append(f"{path} {fault}")
+    passed_over += [f"{path} holds final weights only" for path in finals]
     if passed_over:
         raise UserError(
             f"{folder}: no checkpoint verifies, and nothing is started afresh in its place: "
@@ -263,6 +276,11 @@ def move_aside(folder: Path, after: int) -> Path | None:
         path.rename(aside / path.name)
         manifest_path(path).rename(manifest_path(aside / path.name))
     return aside
+
+
+def _is_final(path: Path) -> bool:
+    """Say whether a file is one of final weights by its name, and by its manifest where that can be read."""
+    return path.name.startswith(f"{FINAL}-") and not any(each.resumable for each in _manifest(path))
 
 
 def _is_later(path: Path, after: int) -> bool:

@@ -3,10 +3,12 @@
     update k ─┬─ a signal: save, stop
               ├─ due, and neither validation nor the end of the epoch follows: save
     validation┼─ the best so far, or due, and the epoch goes on: save
-    epoch end ┴─ the best so far, or due: save
+    epoch end ┼─ the best so far, or due: save
+    the end   └─ the last update, before a callback replaces the weights; then what they were replaced by
 
 Due is every n updates, every t minutes and the last update of the run. Never twice at the same update. All
-ranks decide alike: by rank zero's clock and metric, and by the signals of all.
+ranks decide alike: by rank zero's clock and metric, and by the signals of all. Nothing is saved while a
+callback has other weights in the module, such as an average during validation.
 """
 
 import math
@@ -18,7 +20,7 @@ from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
@@ -26,10 +28,14 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from andrea_callbacks.gradients import is_sharded
+from andrea_callbacks.host import agree
+from andrea_callbacks.packages import twin_of, with_twin
 from andrea_callbacks.resume import ExactResume, awaits_validation, ends_epoch
 from andrea_callbacks.scalars import refuse_climbing
-from andrea_pl.checkpoint import SUFFIX, DurableCheckpointIO, move_aside, sweep
+from andrea_pl.checkpoint import FINAL, SUFFIX, DurableCheckpointIO, move_aside, sweep
 from andrea_pl.errors import UserError
+from andrea_pl.fingerprint import fingerprint
 from andrea_pl.lock import FolderLock
 from andrea_pl.signals import StoppedBySignal, StopSignals, requeue_job, requeue_signal
 
@@ -41,7 +47,12 @@ class DurableCheckpoint(Checkpoint):
 
     SIGTERM and SIGINT, from the first update on, let the current update finish, save it and end the process
     with 143 or 130; a second one ends it at once. SLURM's requeue signal does the same and requeues the job.
-    A signal during validation breaks it off, on one rank; a resume runs it again.
+    A signal during validation breaks it off, on one rank; a resume runs it again. Where a callback has
+    replaced the weights for validation, as averages do, the run stops after it, when they are back.
+
+    Where the run ends with other weights than those of its last update, such as an average, and the last
+    checkpoint does not have them, they are written into `final-<k>.ckpt`. It holds weights only: a resume
+    continues from `update-<k>.ckpt`.
 
     Files are `update-<k>.ckpt` and `best-<k>.ckpt`, written by `DurableCheckpointIO`, which the trainer is
     given where it has Lightning's own. A file is removed only after a newer one is on the disk. One run at a
@@ -54,7 +65,8 @@ class DurableCheckpoint(Checkpoint):
         monitor: The metric of which the best is kept, as a module logs it, such as `val/loss`; none when left
             out.
         mode: Whether the least (`min`) or the largest (`max`) is the best.
-        keep: Newest files, the best ones counted, that are kept; 0 keeps all.
+        keep: Newest files, the best ones counted, that are kept; 0 keeps all. The newest final file is kept
+            besides.
         keep_best: Best files that are kept.
         dirpath: Folder; `checkpoints` in the log folder, or in the trainer's root without a logger, when left
             out. One of another file system (`s3://` …) is Lightning's IO's affair, without lock and manifest.
@@ -101,13 +113,21 @@ class DurableCheckpoint(Checkpoint):
         """Names of the best files and their scores."""
         self.last_path: str | None = None
         """The file that was saved last, in this fit."""
+        self._best_of_worker = ""
         self._lock: FolderLock | None = None
         self._signals: StopSignals | None = None
+        self._ahead: _Ahead | None = None
         self._forget()
+        self.__class__ = with_twin(type(self))  # pytorch_lightning would add a ModelCheckpoint otherwise
 
     def _forget(self) -> None:
         self._saved = self._seen = 0
-        self._is_due = False
+        self._resumed: tuple[int, str] | None = None
+        self._epochs: int | None = None
+        self._trained: dict[str, int] | None = None
+        self._kept: dict[str, int] | None = None
+        self._written: dict[str, int] | None = None
+        self._is_saving = self._is_due = self._is_late_told = False
         self._told: int | None = None
         self._score: float | None = None
         self._since = time.monotonic()
@@ -116,8 +136,17 @@ class DurableCheckpoint(Checkpoint):
     def best_model_path(self) -> str:
         """The best file so far, empty before there is one."""
         if not self.best or self.dirpath is None:
-            return ""
+            return self._best_of_worker
         return _joined(self.dirpath, self._ranked()[0])
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        """Take the path from a worker process, whose files this process has not seen (`ddp_spawn`)."""
+        self._best_of_worker = path
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to a fit that is running: the folder's lock and the signals."""
+        return self.__dict__ | {"_lock": None, "_signals": None, "_ahead": None}
 
     @property
     @override
@@ -139,11 +168,16 @@ class DurableCheckpoint(Checkpoint):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Find the folder, lock it, sweep it; refuse one that cannot be written."""
+        if stage != "fit":
+            return  # the files of a fit stay known for what is validated or tested after it
         self.dirpath = None
-        if stage != "fit" or getattr(trainer, "fast_dev_run", False):
+        if getattr(trainer, "fast_dev_run", False):
             return
+        _require_recognition(trainer, self)
         self._forget()
         self.best = {}
+        self._best_of_worker = ""
+        self._epochs = trainer.max_epochs
         self.dirpath = str(trainer.strategy.broadcast(self._resolve(trainer)))
         logs = trainer.log_dir if trainer.loggers else None  # all ranks must ask
         facts = {"logs": logs, "loggers": [_named(each) for each in trainer.loggers]}
@@ -153,7 +187,7 @@ class DurableCheckpoint(Checkpoint):
                 raise UserError(
                     f"two DurableCheckpoint callbacks write into {self.dirpath}; give one another dirpath"
                 )
-        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        if type(trainer.strategy.checkpoint_io) in (TorchCheckpointIO, twin_of(TorchCheckpointIO)):
             trainer.strategy.checkpoint_io = DurableCheckpointIO()
         elif not isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO):
             writer = type(trainer.strategy.checkpoint_io).__name__
@@ -169,6 +203,11 @@ class DurableCheckpoint(Checkpoint):
             )
         elif trainer.is_global_zero:
             self._take_folder(Path(self.dirpath), facts)
+        self._ahead = _Ahead(self)
+        cast(Any, trainer).callbacks = [
+            self._ahead,
+            *cast(Any, trainer).callbacks,
+        ]  # not the list that is iterated
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -176,6 +215,8 @@ class DurableCheckpoint(Checkpoint):
         if self.dirpath is None:
             return
         self._seen = trainer.global_step
+        if trainer.ckpt_path is not None:
+            self._resumed = trainer.global_step, str(trainer.ckpt_path)
         if trainer.is_global_zero and "://" not in self.dirpath:
             aside = move_aside(Path(self.dirpath), trainer.global_step)
             if aside is not None:
@@ -210,9 +251,14 @@ class DurableCheckpoint(Checkpoint):
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Stop on a signal; several ranks may have different numbers of batches, and wait for the end."""
-        if trainer.state.fn == TrainerFn.FITTING and trainer.world_size == 1 and not trainer.sanity_checking:
-            self._agree(trainer)
+        """Stop on a signal; on one rank, and while the weights are those of training.
+
+        Several ranks may have different numbers of batches, and wait for the end of validation.
+        """
+        if trainer.state.fn != TrainerFn.FITTING or trainer.world_size > 1 or trainer.sanity_checking:
+            return
+        self._agree(trainer)
+        if self._told is not None and not self._is_replaced(trainer):
             self._stop_if_told(trainer)
 
     @override
@@ -223,6 +269,11 @@ class DurableCheckpoint(Checkpoint):
         self._is_due |= trainer.should_stop
         score = self._read_metric(trainer)
         self._score = score if score is not None and self._is_among_best(score) else None
+        is_replaced = self._agree(trainer, self._is_replaced(trainer))
+        self._trained = None
+        if is_replaced:
+            self._wait_for_weights(trainer)
+            return
         if not ends_epoch(trainer) and (self._is_due or self._score is not None):
             self._save(trainer)
         self._agree(trainer)
@@ -233,42 +284,57 @@ class DurableCheckpoint(Checkpoint):
         """Save what is due; stop on a signal."""
         if self.dirpath is None:
             return
-        if ends_epoch(trainer) and (self._is_due or self._score is not None):
+        is_due = self._is_due or self._score is not None or self._is_followed_by_replacement(trainer)
+        if ends_epoch(trainer) and is_due:
             self._save(trainer)
         self._agree(trainer)
         self._stop_if_told(trainer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save the last update, unless that is done; give the signals back."""
+        """Save what callbacks have replaced the weights by; give the signals back."""
         if self.dirpath is not None:
-            self._save(trainer)
+            self._save_final(trainer, pl_module)
         self._let_go_of_signals()
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save what the module itself has replaced its weights by, in its own `on_train_end`."""
+        if self.dirpath is not None:
+            self._save_final(trainer, pl_module)
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         """Give signals and folder back; nothing is saved of an update that failed."""
-        self._let_go()
+        self._let_go(trainer)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give signals and folder back."""
-        self._let_go()
+        if stage == "fit":
+            self._let_go(trainer)
 
     @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Have event files written up to here, so that no checkpoint is ahead of its curves."""
+        if self._is_saving:
+            self._written = fingerprint(pl_module, checkpoint["state_dict"])
         for logger in trainer.loggers if trainer.is_global_zero else []:
             flush = getattr(getattr(logger, "experiment", None), "flush", None)
             if callable(flush):
                 flush()
 
-    def _let_go(self) -> None:
+    def _let_go(self, trainer: pl.Trainer) -> None:
         self._let_go_of_signals()
+        kept = [
+            each for each in cast("list[Callback]", cast(Any, trainer).callbacks) if each is not self._ahead
+        ]
+        cast(Any, trainer).callbacks = kept
+        self._ahead = None
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -324,13 +390,14 @@ class DurableCheckpoint(Checkpoint):
         Called by all of them; within training, where Lightning itself waits for every rank once a batch.
         """
         received = (self._signals.received if self._signals is not None else None) or 0
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            row = torch.tensor([float(figure), float(received)], device=trainer.strategy.root_device)
-            torch.distributed.all_reduce(row, torch.distributed.ReduceOp.MAX)
-            agreed, received = cast("list[float]", row.tolist())
-            figure = bool(agreed)
+        row = torch.tensor([float(figure), float(received)], device=trainer.strategy.root_device)
+        agreed, received = cast("list[float]", agree(row).tolist())
         self._told = int(received) or None
-        return figure
+        return bool(agreed)
+
+    def _any_rank(self, trainer: pl.Trainer, figure: bool) -> bool:
+        """Return whether a figure holds on one rank at least. Called by all of them."""
+        return bool(agree(torch.tensor([float(figure)], device=trainer.strategy.root_device)).item())
 
     def _stop_if_told(self, trainer: pl.Trainer) -> None:
         signals, told = self._signals, self._told
@@ -338,7 +405,7 @@ class DurableCheckpoint(Checkpoint):
             return
         for each in cast(Any, trainer).callbacks:
             if isinstance(each, DurableCheckpoint):
-                each._save(trainer)
+                each._save_for_signal(trainer)
         if told == signals.requeue and trainer.is_global_zero:
             requeue_job()
         stop = StoppedBySignal(told, trainer.global_step, self.last_path)
@@ -369,6 +436,72 @@ class DurableCheckpoint(Checkpoint):
         last = self.best[self._ranked()[-1]]
         return score < last if self.mode == "min" else score > last
 
+    def begin_validation(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep a fingerprint of the weights that training has come to, before a callback replaces them."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._trained = fingerprint(pl_module)
+
+    def begin_end(self, trainer: pl.Trainer) -> None:
+        """Save the last update, unless that is done, before a callback replaces its weights."""
+        self._save(trainer)
+
+    def _is_replaced(self, trainer: pl.Trainer) -> bool:
+        """Say whether the module has other weights than those that training has come to."""
+        return self._trained is not None and fingerprint(trainer.lightning_module) != self._trained
+
+    def _wait_for_weights(self, trainer: pl.Trainer) -> None:
+        """Leave saving and stopping to the end of the epoch, or to the next update."""
+        if self._score is None or ends_epoch(trainer):
+            return
+        self._score = None
+        if self._is_late_told:
+            return
+        self._is_late_told = True
+        rank_zero_warn(
+            f"update {trainer.global_step} is the best so far, and is not saved: the weights were replaced "
+            "for validation and are not back in on_validation_end of the callbacks. Put them back in "
+            "on_validation_epoch_end"
+        )
+
+    def _is_followed_by_replacement(self, trainer: pl.Trainer) -> bool:
+        """Say whether the last epoch asked for is over and another follows, in which weights are averaged.
+
+        StochasticWeightAveraging adds an epoch without updates for batch norm.
+        """
+        loop = cast(Any, trainer.fit_loop)
+        return self._epochs == loop.epoch_progress.current.processed < (loop.max_epochs or 0)
+
+    def _save_for_signal(self, trainer: pl.Trainer) -> None:
+        """Save, but never replace a checkpoint taken between updates by one taken within their validation."""
+        update, path = self._resumed or (None, "")
+        name = _joined(self.dirpath or "", f"{PERIODIC}-{trainer.global_step:06d}{SUFFIX}")
+        is_within = trainer.validating and self._trained is not None
+        if is_within and update == trainer.global_step and Path(path).absolute() == Path(name).absolute():
+            self.last_path = path
+            return
+        self._save(trainer)
+
+    def _save_final(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save the weights that the run ends with, where the last checkpoint does not have them."""
+        update, ended = trainer.global_step, fingerprint(pl_module)
+        is_replaced = self._any_rank(trainer, self._kept is not None and ended != self._kept)
+        self._kept = ended
+        is_sharded_here = any(map(is_sharded, pl_module.parameters()))
+        is_written = bool(trainer.strategy.broadcast(not is_sharded_here and ended == self._written))
+        if not is_replaced or is_written or self.last_path is None:
+            return
+        folder = cast(str, self.dirpath)
+        path = _joined(folder, f"{FINAL}-{update:06d}{SUFFIX}")
+        trainer.save_checkpoint(path, weights_only=True)
+        rank_zero_info(
+            f"{path} holds the weights that the run ends with, which a callback or the module put in place "
+            f"after the last update; {self.last_path} holds those of training, from which a resume continues"
+        )
+        if self.keep and trainer.is_global_zero and "://" not in folder:
+            for each in Path(folder).glob(f"{FINAL}-*{SUFFIX}"):
+                if 0 <= _update_of(each) < update:
+                    trainer.strategy.remove_checkpoint(_joined(folder, each.name))
+
     def _save(self, trainer: pl.Trainer) -> None:
         """Save, unless this update is; then remove what need not be kept any more."""
         update = trainer.global_step
@@ -382,7 +515,12 @@ class DurableCheckpoint(Checkpoint):
             self.best[name] = score
             self.best = {each: self.best[each] for each in self._ranked()[: self.keep_best]}
         path = _joined(self.dirpath, name)
-        trainer.save_checkpoint(path, weights_only=False)
+        self._is_saving = True
+        try:
+            trainer.save_checkpoint(path, weights_only=False)
+        finally:
+            self._is_saving = False
+        self._kept = fingerprint(trainer.lightning_module)
         self.last_path = path
         self._saved = update
         self._is_due = False
@@ -400,6 +538,47 @@ class DurableCheckpoint(Checkpoint):
         for each in made[: -self.keep]:
             if each.name not in self.best:
                 trainer.strategy.remove_checkpoint(_joined(folder, each.name))
+
+
+class _Ahead(Callback):
+    """Stands before all callbacks of a fit, and shows a DurableCheckpoint the weights as training left them.
+
+    The DurableCheckpoint itself comes after them, so that it saves what they have done.
+    """
+
+    def __init__(self, saving: DurableCheckpoint) -> None:
+        super().__init__()
+        self._saving = saving
+
+    @property
+    @override
+    def state_key(self) -> str:
+        """What a state would go by; there is none."""
+        return f"{self._saving.state_key}.ahead"
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Tell of a validation that begins."""
+        self._saving.begin_validation(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Tell of the end of training."""
+        self._saving.begin_end(trainer)
+
+
+def _require_recognition(trainer: pl.Trainer, saving: DurableCheckpoint) -> None:
+    """Refuse a trainer that does not know a DurableCheckpoint for a checkpoint callback, and adds its own.
+
+    Raises:
+        UserError: If it was made before its trainer's package was imported.
+    """
+    if not any(each is saving for each in trainer.checkpoint_callbacks):
+        package = type(trainer).__module__.partition(".")[0]
+        raise UserError(
+            f"DurableCheckpoint was made before {package} was imported, whose Trainer does not take it for a "
+            f"checkpoint callback therefore; import {package} first"
+        )
 
 
 def _validates_to_stop(trainer: pl.Trainer) -> bool:

@@ -5,11 +5,13 @@ import signal
 import subprocess
 import threading
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from andrea_callbacks.packages import is_kind
 
 
 class StoppedBySignal(SystemExit):
@@ -75,8 +77,8 @@ class StopSignals:
 def requeue_signal(trainer: pl.Trainer) -> int | None:
     """Return the signal by which SLURM asks for a requeue, None outside of SLURM or where that is off."""
     environment = getattr(getattr(trainer, "_accelerator_connector", None), "cluster_environment", None)
-    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-        return environment.requeue_signal
+    if is_kind(environment, SLURMEnvironment) and cast(SLURMEnvironment, environment).auto_requeue:
+        return cast(SLURMEnvironment, environment).requeue_signal
     return None
 
 
