@@ -8,19 +8,23 @@ Here the place is written down, and the counters with it, as they stand at that 
 """
 
 import time
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
 from typing_extensions import override
 
 from andrea_callbacks.random_state import RandomState
 
 KEY = "andrea_resume"
 """Where the checkpoint has it."""
+
+TRACKS = "track_running_stats"
 
 Place = Literal["update", "validation", "validated", "epoch_end", "epoch"]
 """What comes next: the next update; the validation after this one; what follows it; the end of the epoch; the
@@ -32,9 +36,10 @@ class ExactResume(Callback):
 
     With this callback a checkpoint holds the states of Python's, NumPy's and torch's generators, of every
     rank, and the place in the run: a validation or an end of epoch that was still to come is made up for, and
-    one that was over is not repeated. `ModelCheckpoint` and `Trainer.save_checkpoint` need nothing else. The
-    data are as exact as their loader: one with `state_dict` and `load_state_dict`, or at the end of an epoch
-    any loader that draws its order from torch's generator.
+    one that was over is not repeated. It also holds which parameters were trained and which were frozen, so
+    that a layer unfrozen by a callback goes on training. `ModelCheckpoint` and `Trainer.save_checkpoint` need
+    nothing else. The data are as exact as their loader: one with `state_dict` and `load_state_dict`, or at
+    the end of an epoch any loader that draws its order from torch's generator.
 
     A checkpoint saved while a batch is under way, in `on_train_batch_start` say or between the batches of an
     accumulated update, is left to Lightning. With another number of ranks than it was saved by, generators
@@ -81,7 +86,11 @@ class ExactResume(Callback):
             checkpoint["epoch"] = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"]
         is_within = trainer.validating and place == "validation" and self._before_validation is not None
         own = cast(RandomState, self._before_validation) if is_within else RandomState(pl_module.device)
-        checkpoint[KEY] = {"place": place, "random": _of_all_ranks(trainer, own.state_dict())}
+        checkpoint[KEY] = {
+            "place": place,
+            "random": _of_all_ranks(trainer, own.state_dict()),
+            "trained": trained_parameters(pl_module),
+        }
 
     @override
     def on_load_checkpoint(
@@ -102,6 +111,7 @@ class ExactResume(Callback):
         restored, self._restored = self._restored, None
         if restored is None:
             return
+        restore_trained(pl_module, restored.get("trained", {}))
         loop = cast(Any, trainer.fit_loop)
         place = cast("Place | None", restored["place"])
         self._mends_validation = place == "validation"
@@ -159,6 +169,38 @@ class ExactResume(Callback):
         if batches.ready == batches.completed and epochs.ready == epochs.processed:
             return "epoch" if ends_epoch(trainer) else "update"
         return None
+
+
+def trained_parameters(module: pl.LightningModule) -> dict[str, bool]:
+    """Return `requires_grad` of every parameter, and `track_running_stats` of every module that has it."""
+    flags = {name: each.requires_grad for name, each in module.named_parameters()}
+    flags |= {f"{name}.{TRACKS}": bool(getattr(each, TRACKS)) for name, each in _tracking(module)}
+    return {_plain(name): flag for name, flag in flags.items()}
+
+
+def restore_trained(module: pl.LightningModule, flags: Mapping[str, bool]) -> None:
+    """Have those parameters trained that were; those of which nothing is known stay, and so do new ones."""
+    changed: list[str] = []
+    for name, each in module.named_parameters():
+        flag = flags.get(_plain(name), each.requires_grad)
+        if flag != each.requires_grad:
+            each.requires_grad_(flag)
+            changed.append(f"{name} ({'trained' if flag else 'frozen'})")
+    for name, each in _tracking(module):
+        setattr(each, TRACKS, flags.get(_plain(f"{name}.{TRACKS}"), getattr(each, TRACKS)))
+    if changed:
+        more = f" and {len(changed) - 6} more" if len(changed) > 6 else ""
+        rank_zero_info(f"set to what they were when the checkpoint was saved: {', '.join(changed[:6])}{more}")
+
+
+def _tracking(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    named = cast("list[tuple[str, nn.Module]]", list(module.named_modules()))
+    return [(name, each) for name, each in named if hasattr(each, TRACKS)]
+
+
+def _plain(name: str) -> str:
+    """Return a name as it is without torch.compile."""
+    return name.replace("_orig_mod.", "")
 
 
 def awaits_validation(trainer: pl.Trainer) -> bool:

@@ -7,16 +7,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from andrea_callbacks import ExactResume
 from andrea_callbacks.random_state import RandomState
+from andrea_pl import Window
 from projects import TextRows
-from toy import build_trainer
+from toy import ToyU, build_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")
 
@@ -188,3 +189,128 @@ def test_states_of_generators_as_plain_values(tmp_path: Path) -> None:
     state = torch.load(tmp_path / "state", weights_only=True)
     RandomState.from_state_dict(state, torch.device("cpu")).restore()
     assert draw() == wanted
+
+
+class Unfreezing(BaseFinetuning):
+    """Trains block 0 from epoch 1 on, as Lightning's page on finetuning has it."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.blocks[0], train_bn=False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.blocks[0], optimizer, lr=0.05)
+
+
+def blocks() -> nn.ModuleList:
+    torch.manual_seed(4)
+    first = nn.Sequential(nn.Linear(32, 4), nn.BatchNorm1d(4))
+    return nn.ModuleList([first, nn.Linear(4, 2)])
+
+
+class PlainBlocks(BoringModel):
+    """Somebody's module of two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Identity()  # type: ignore[assignment]
+        self.blocks = blocks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=0.05)
+
+
+class WeightedBlocks(ToyU):
+    """The same as token-weighted updates; a micro-batch is rows."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            lambda parameters: torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=0.05)
+        )
+        self.b.requires_grad_(False)
+        self.blocks = blocks()
+
+    def count_tokens(self, micro_batch: Tensor) -> int:
+        return len(micro_batch)
+
+    def loss_sum(self, micro_batch: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](micro_batch)).square().sum()
+
+
+class CountedWindows(Counted):
+    """The rows in windows of one micro-batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (Window([rows]) for rows in super().__iter__())
+
+
+UNFREEZING: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[], Any]]] = {
+    "plain": (PlainBlocks, Counted),
+    "token-weighted": (WeightedBlocks, CountedWindows),
+}
+
+
+def unfreeze(kind: str, folder: Path, resume: Path | None = None, **options: Any) -> Any:
+    """Train three epochs of six updates, saving every update; return module and files by update."""
+    build, loader = UNFREEZING[kind]
+    module: Any = build()
+    saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+    callbacks = [Unfreezing(), saving, ExactResume()]
+    trainer = build_trainer(callbacks=callbacks, enable_checkpointing=True, max_epochs=3)
+    trainer.fit(module, loader(), ckpt_path=resume, **options)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual")
+@pytest.mark.parametrize("kind", UNFREEZING)
+class TestUnfreezing:
+    """Lightning#21901: what a callback has unfrozen goes on training after a resume."""
+
+    def test_weights_are_equal(self, tmp_path: Path, kind: str, caplog: Any) -> None:
+        """Before the epoch, at its start, within it and after it; batch norm tracks its means again too."""
+        straight = unfreeze(kind, tmp_path / "straight")
+        for step in (3, 6, 7, 9, 15):
+            caplog.clear()
+            with caplog.at_level("INFO", "lightning.pytorch"):
+                module = unfreeze(kind, tmp_path / "exact", tmp_path / "straight" / f"step={step}.ckpt")
+            said = "blocks.0.0.weight (trained)" in caplog.text
+            assert said == (step > 6), step
+            for name, each in straight.state_dict().items():
+                assert float((each - module.state_dict()[name]).abs().max()) == 0.0, (step, name)
+
+    def test_a_checkpoint_that_does_not_know(self, tmp_path: Path, kind: str) -> None:
+        """An old one loads, and changes nothing: block 0 stays as it is frozen."""
+        unfreeze(kind, tmp_path / "straight")
+        checkpoint = torch.load(tmp_path / "straight" / "step=9.ckpt", weights_only=True)
+        kept = checkpoint["state_dict"]["blocks.0.0.weight"]
+        del checkpoint["andrea_resume"]["trained"]
+        torch.save(checkpoint, tmp_path / "old.ckpt")
+        module = unfreeze(kind, tmp_path / "old", tmp_path / "old.ckpt")
+        assert torch.equal(module.blocks[0][0].weight, kept)
+
+    def test_frozen_by_hand(self, tmp_path: Path, kind: str) -> None:
+        """The other way round, and by no callback that keeps a state: what was frozen late stays frozen."""
+
+        class Freezes(pl.Callback):
+            def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+                if trainer.current_epoch == 1:
+                    pl_module.blocks[1].requires_grad_(False)
+
+        build, loader = UNFREEZING[kind]
+
+        def fit(resume: Path | None = None) -> Any:
+            module: Any = build()
+            saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+            trainer = build_trainer(
+                callbacks=[Freezes(), saving, ExactResume()], enable_checkpointing=True, max_epochs=2
+            )
+            trainer.fit(module, loader(), ckpt_path=resume)
+            return module
+
+        straight = fit()
+        resumed = fit(tmp_path / "step=9.ckpt")
+        for name, each in straight.state_dict().items():
+            assert float((each - resumed.state_dict()[name]).abs().max()) == 0.0, name
