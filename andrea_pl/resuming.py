@@ -102,10 +102,11 @@ def requeued_run(trainer: pl.Trainer) -> Continuation | None:
 
 
 def continue_logs(trainer: pl.Trainer, run: Continuation) -> None:
-    """Have loggers go on in the run's folders, without what was written after the checkpoint.
+    """Have loggers go on in the run's folders.
 
-    TensorBoard's event files say from which step on earlier ones do not count; a CSV file, which its logger
-    would delete, is kept under another name. Other loggers are left as they are.
+    What TensorBoard's event files have of updates after the checkpoint is discarded by `ExactResume`, once
+    the run is known to start. A CSV file, which its logger would delete, is kept under another name. Other
+    loggers are left as they are.
     """
     known = cast("list[list[str]]", read_holder(run.checkpoints).get("loggers") or [])
     versions = {(kind, root): version for kind, root, version in known}
@@ -120,7 +121,6 @@ def continue_logs(trainer: pl.Trainer, run: Continuation) -> None:
             continue
         cast(Any, logger)._version = int(version) if version.isdigit() else version
         if isinstance(logger, TensorBoardLogger):
-            cast(Any, logger)._kwargs["purge_step"] = update + 1
             continue
         file = Path(logger.log_dir) / "metrics.csv"
         if trainer.is_global_zero and file.exists():

@@ -19,7 +19,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
+from andrea_callbacks.curves import discard_curves, mark_curves
 from andrea_callbacks.random_state import RandomState
+from andrea_callbacks.scalars import scalar_buffer
 
 KEY = "andrea_resume"
 """Where the checkpoint has it."""
@@ -45,6 +47,10 @@ class ExactResume(Callback):
     accumulated update, is left to Lightning. With another number of ranks than it was saved by, generators
     start from the seed, which a warning says.
 
+    In the log folders of TensorBoard loggers, a resume discards what earlier event files have of updates
+    after the checkpoint, so that TensorBoard shows every step once. It happens when training starts, after
+    every callback's `setup`: a run that is refused there leaves the curves as they are.
+
     Not exact are two things of Lightning's: a scheduler that waits for a metric at the end of an epoch moves
     after checkpoints are saved there, and `reload_dataloaders_every_n_epochs` draws from torch's generator
     when it makes a loader.
@@ -53,6 +59,7 @@ class ExactResume(Callback):
     def __init__(self) -> None:
         super().__init__()
         self._restored: dict[str, Any] | None = None
+        self._is_resumed = False
         self._has_validated = False
         self._mends_validation = False
         self._finishes_epoch = False
@@ -86,10 +93,12 @@ class ExactResume(Callback):
             checkpoint["epoch"] = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"]
         is_within = trainer.validating and place == "validation" and self._before_validation is not None
         own = cast(RandomState, self._before_validation) if is_within else RandomState(pl_module.device)
+        scalar_buffer(trainer).flush()
         checkpoint[KEY] = {
             "place": place,
             "random": _of_all_ranks(trainer, own.state_dict()),
             "trained": trained_parameters(pl_module),
+            "curves": mark_curves(trainer),
         }
 
     @override
@@ -98,17 +107,22 @@ class ExactResume(Callback):
     ) -> None:
         """Keep what is used when training starts."""
         self._restored = checkpoint.get(KEY)
+        self._is_resumed = True
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Forget an earlier fit."""
         self._restored = self._before_validation = None
+        self._is_resumed = False
         self._has_validated = self._mends_validation = self._finishes_epoch = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Go to the place, and to the random states."""
+        """Go to the place, and to the random states; discard the curves of what is done again."""
         restored, self._restored = self._restored, None
+        if self._is_resumed:
+            self._is_resumed = False
+            discard_curves(trainer, (restored or {}).get("curves", {}))
         if restored is None:
             return
         restore_trained(pl_module, restored.get("trained", {}))
