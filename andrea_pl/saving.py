@@ -31,7 +31,7 @@ from typing_extensions import override
 from andrea_callbacks.gradients import is_sharded
 from andrea_callbacks.host import agree
 from andrea_callbacks.packages import twin_of, with_twin
-from andrea_callbacks.resume import ExactResume, awaits_validation, ends_epoch
+from andrea_callbacks.resume import ExactResume, awaits_validation, ends_epoch, without_module
 from andrea_callbacks.scalars import refuse_climbing
 from andrea_pl.checkpoint import FINAL, SUFFIX, DurableCheckpointIO, move_aside, sweep
 from andrea_pl.errors import UserError
@@ -145,8 +145,8 @@ class DurableCheckpoint(Checkpoint):
         self._best_of_worker = path
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to a fit that is running: the folder's lock and the signals."""
-        return self.__dict__ | {"_lock": None, "_signals": None, "_ahead": None}
+        """Leave out what belongs to a fit: the folder's lock, the signals, the module's methods."""
+        return without_module(self.__dict__) | {"_lock": None, "_signals": None, "_ahead": None}
 
     @property
     @override

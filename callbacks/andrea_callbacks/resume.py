@@ -8,7 +8,7 @@ Here the place is written down, and the counters with it, as they stand at that 
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -64,6 +64,10 @@ class ExactResume(Callback):
         self._mends_validation = False
         self._finishes_epoch = False
         self._before_validation: RandomState | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the module out."""
+        return without_module(self.__dict__)
 
     @override
     def on_train_batch_end(
@@ -185,6 +189,14 @@ class ExactResume(Callback):
         return None
 
 
+def without_module(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a callback's attributes without the methods of its module that Lightning gives it for a fit.
+
+    A pickle or a copy of the callback would hold the module's weights.
+    """
+    return {name: value for name, value in state.items() if name not in ("log", "log_dict")}
+
+
 def trained_parameters(module: pl.LightningModule) -> dict[str, bool]:
     """Return `requires_grad` of every parameter, and `track_running_stats` of every module that has it."""
     flags = {name: each.requires_grad for name, each in module.named_parameters()}
@@ -208,7 +220,7 @@ def restore_trained(module: pl.LightningModule, flags: Mapping[str, bool]) -> No
 
 
 def _tracking(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    named = cast("list[tuple[str, nn.Module]]", list(module.named_modules()))
+    named = cast("Iterator[tuple[str, nn.Module]]", cast(Any, module).named_modules())
     return [(name, each) for name, each in named if hasattr(each, TRACKS)]
 
 
