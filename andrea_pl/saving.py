@@ -240,6 +240,7 @@ class DurableCheckpoint(Checkpoint):
         if self.dirpath is None or trainer.global_step == self._seen:
             return
         before, self._seen = self._seen, trainer.global_step
+        self._trained = None
         for each in cast(Any, trainer).callbacks:
             if isinstance(each, ExactResume):
                 each.note_states(trainer, pl_module)
@@ -269,11 +270,10 @@ class DurableCheckpoint(Checkpoint):
         self._is_due |= trainer.should_stop
         score = self._read_metric(trainer)
         self._score = score if score is not None and self._is_among_best(score) else None
-        is_replaced = self._agree(trainer, self._is_replaced(trainer))
-        self._trained = None
-        if is_replaced:
-            self._wait_for_weights(trainer)
+        if self._agree(trainer, self._is_replaced(trainer)):
+            self._wait_for_weights(trainer, will_end_epoch=ends_epoch(trainer))
             return
+        self._trained = None
         if not ends_epoch(trainer) and (self._is_due or self._score is not None):
             self._save(trainer)
         self._agree(trainer)
@@ -284,6 +284,10 @@ class DurableCheckpoint(Checkpoint):
         """Save what is due; stop on a signal."""
         if self.dirpath is None:
             return
+        if self._agree(trainer, self._is_replaced(trainer)):
+            self._wait_for_weights(trainer)
+            return
+        self._trained = None
         is_due = self._is_due or self._score is not None or self._is_followed_by_replacement(trainer)
         if ends_epoch(trainer) and is_due:
             self._save(trainer)
@@ -294,6 +298,7 @@ class DurableCheckpoint(Checkpoint):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save what callbacks have replaced the weights by; give the signals back."""
         if self.dirpath is not None:
+            self._save(trainer)  # where the weights were not back before
             self._save_final(trainer, pl_module)
         self._let_go_of_signals()
 
@@ -443,28 +448,28 @@ class DurableCheckpoint(Checkpoint):
 
     def begin_end(self, trainer: pl.Trainer) -> None:
         """Save the last update, unless that is done, before a callback replaces its weights."""
-        self._save(trainer)
+        if not self._any_rank(trainer, self._is_replaced(trainer)):
+            self._save(trainer)
 
     def _is_replaced(self, trainer: pl.Trainer) -> bool:
-        """Say whether the module has other weights than those that training has come to."""
+        """Return whether the module has other weights than those that training has come to."""
         return self._trained is not None and fingerprint(trainer.lightning_module) != self._trained
 
-    def _wait_for_weights(self, trainer: pl.Trainer) -> None:
+    def _wait_for_weights(self, trainer: pl.Trainer, will_end_epoch: bool = False) -> None:
         """Leave saving and stopping to the end of the epoch, or to the next update."""
-        if self._score is None or ends_epoch(trainer):
+        if self._score is None or will_end_epoch:
             return
         self._score = None
-        if self._is_late_told:
-            return
-        self._is_late_told = True
-        rank_zero_warn(
-            f"update {trainer.global_step} is the best so far, and is not saved: the weights were replaced "
-            "for validation and are not back in on_validation_end of the callbacks. Put them back in "
-            "on_validation_epoch_end"
-        )
+        if not self._is_late_told:
+            self._is_late_told = True
+            rank_zero_warn(
+                f"update {trainer.global_step} is the best so far, and is not saved: the weights were "
+                "replaced for validation and are not back in the callbacks' on_validation_end. Put them back "
+                "in on_validation_epoch_end"
+            )
 
     def _is_followed_by_replacement(self, trainer: pl.Trainer) -> bool:
-        """Say whether the last epoch asked for is over and another follows, in which weights are averaged.
+        """Return whether the last epoch asked for is over and another follows, in which weights are averaged.
 
         StochasticWeightAveraging adds an epoch without updates for batch norm.
         """
@@ -476,7 +481,7 @@ class DurableCheckpoint(Checkpoint):
         update, path = self._resumed or (None, "")
         name = _joined(self.dirpath or "", f"{PERIODIC}-{trainer.global_step:06d}{SUFFIX}")
         is_within = trainer.validating and self._trained is not None
-        if is_within and update == trainer.global_step and Path(path).absolute() == Path(name).absolute():
+        if is_within and update == trainer.global_step and Path(path).resolve() == Path(name).resolve():
             self.last_path = path
             return
         self._save(trainer)

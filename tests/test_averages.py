@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
 
-from andrea_callbacks import ExactResume
+from andrea_callbacks import ExactResume, RunReport
 from andrea_pl import DurableCheckpoint
 from andrea_pl.checkpoint import fault_of, newest_valid, read_checkpoint
 from andrea_pl.fingerprint import fingerprint
@@ -86,6 +86,19 @@ class ForeignEMA(pl.Callback):
         self.average = dict(state_dict["average"])
 
 
+class LateEMA(ForeignEMA):
+    """One that puts the weights back when training goes on."""
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        pass
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        super().on_validation_end(trainer, pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_validation_end(trainer, pl_module)
+
+
 class OwnEMA(Module):
     """A module that keeps its average itself, and puts its weights back in its own last hook."""
 
@@ -123,10 +136,12 @@ class Told(pl.Callback):
 AVERAGES: dict[str, Any] = {
     "Lightning's": (lambda: [EMAWeightAveraging(decay=DECAY)], Module),
     "foreign": (lambda: [ForeignEMA()], Module),
+    "late": (lambda: [LateEMA()], Module),
     "two": (lambda: [EMAWeightAveraging(decay=DECAY), ForeignEMA()], Module),
     "the module's": (list, OwnEMA),
     "none": (list, Module),
 }
+LATE = ("late", "the module's")
 
 
 class Run:
@@ -171,11 +186,11 @@ class TestSignals:
         straight = Run(tmp_path / "straight", kind)
         first = Run(tmp_path / "cut", kind, Told(4))
         assert first.stopped is not None
-        assert first.stopped.update == (5 if kind == "the module's" else 4)
-        assert len(first.module.validated) == 1 + 3 + (1 if kind == "none" else 3)
         resumed = Run(tmp_path / "cut", kind, resume=first.last)
         assert float((resumed.weights - straight.weights).abs().max()) == 0.0
         assert torch.equal(resumed.module.b, straight.module.b)
+        assert first.stopped.update == (5 if kind in LATE else 4)
+        assert len(first.module.validated) == 1 + 3 + (1 if kind == "none" else 3)
 
     @pytest.mark.parametrize("kind", ["Lightning's", "foreign", "none"])
     def test_the_checkpoint_that_was_resumed_from_stays(self, tmp_path: Path, kind: str) -> None:
@@ -215,7 +230,7 @@ class TestSignals:
 @pytest.mark.parametrize("kind", AVERAGES)
 def test_the_best_holds_the_weights_of_training(tmp_path: Path, kind: str) -> None:
     """The score is that of the average; where the module is late to put them back, that is said."""
-    if kind == "the module's":
+    if kind in LATE:
         with pytest.warns(
             UserWarning, match="update 2 is the best so far, and is not saved: the weights were"
         ):
@@ -289,7 +304,7 @@ class TestTheEnd:
         """The mean of the weights before the last two epochs, by hand; a resume continues from the others."""
         average = StochasticWeightAveraging(0.05, swa_epoch_start=3, annealing_epochs=1)
         with caplog.at_level("INFO", "lightning.pytorch"):
-            saving, module, recorded = self.averaged(tmp_path, [average])
+            saving, module, recorded = self.averaged(tmp_path, [average, RunReport()])
         final = tmp_path / "final-000040.ckpt"
         kept = read_checkpoint(final)
         mean = (recorded.weights[19].double() + recorded.weights[29].double()) / 2
@@ -303,6 +318,7 @@ class TestTheEnd:
         assert saving.last_path == str(found.path)
         assert f"{final} holds the weights that the run ends with" in caplog.text
         assert f"{found.path} holds those of training" in caplog.text
+        assert f"checkpoint: {final}" in caplog.text
 
     def test_averaging_with_batch_norm(self, tmp_path: Path) -> None:
         """The average is in place for one more epoch, whose only update Lightning counts: it is the last
