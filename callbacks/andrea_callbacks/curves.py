@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_warn
 
 from andrea_callbacks.packages import is_kind
 
@@ -91,18 +90,18 @@ def _put_before(file: Path, older: list[Path]) -> list[Path]:
     placed: list[Path] = []
     limit = _time_of(file)
     for each in reversed(older):
-        found = cast("re.Match[str]", NAME.fullmatch(each.name))
-        seconds = min(int(found[2]), limit - 1)
-        name = each.with_name(f"{found[1]}{seconds:0{len(found[2])}d}{found[3]}")
-        if name != each:
-            try:
-                each.rename(name)
-            except OSError as error:
-                rank_zero_warn(f"{each} cannot be renamed ({error.strerror}): TensorBoard reads it too late")
-                name = each
-        placed.append(name)
-        limit = seconds
-    return placed[::-1]
+        limit = min(_time_of(each), limit - 1)
+        placed.append(_renamed(each, limit))
+    placed.reverse()
+    for each, name in zip(older, placed, strict=True):  # oldest first: no name is taken when it is given
+        if each != name:
+            each.rename(name)
+    return placed
+
+
+def _renamed(file: Path, seconds: int) -> Path:
+    found = cast("re.Match[str]", NAME.fullmatch(file.name))
+    return file.with_name(f"{found[1]}{seconds:0{len(found[2])}d}{found[3]}")
 
 
 def _time_of(file: Path) -> int:
@@ -118,7 +117,7 @@ def _split(files: list[Path], marks: Mapping[str, int], after: int, kind: Any) -
         after: The first update that is made again.
         kind: The class of events.
     """
-    at, size = _marked(files, marks)
+    at, size = _marked(files, marks, kind)
     if at < 0:
         return after, []
     kept: list[Any] = []
@@ -135,16 +134,17 @@ def _split(files: list[Path], marks: Mapping[str, int], after: int, kind: Any) -
     return start, [each for each in kept if each.step >= start]
 
 
-def _marked(files: list[Path], marks: Mapping[str, int]) -> tuple[int, int]:
-    """Return the place of the last file that has a mark, and its bytes; -1 where none has one.
+def _marked(files: list[Path], marks: Mapping[str, int], kind: Any) -> tuple[int, int]:
+    """Return the place of the newest file that has a mark, and its bytes; -1 where none has one.
 
-    A file that was renamed is known by what follows the time in its name.
+    A file that was renamed is known by the time of its first event, which is the one it was named by.
     """
-    names = {cast("re.Match[str]", NAME.fullmatch(name))[3]: size for name, size in marks.items()}
+    named = {_renamed(Path(name), 0).name: (_time_of(Path(name)), size) for name, size in marks.items()}
     for number, file in reversed(list(enumerate(files))):
-        rest = cast("re.Match[str]", NAME.fullmatch(file.name))[3]
-        if file.name in marks or (rest in names and not any(each.name in marks for each in files)):
-            return number, marks.get(file.name, names[rest])
+        time, size = named.get(_renamed(file, 0).name, (-1, 0))
+        born = next((event.wall_time for _, event in _events(file, kind)), 0.0)
+        if abs(born - time) < 2:
+            return number, size
     return -1, 0
 
 

@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from andrea_callbacks import ExactResume, scalar_buffer
+from andrea_callbacks.curves import _put_before
 from andrea_pl import DurableCheckpoint, UserError
 from andrea_pl.lock import FolderLock
 from test_averages import Windows
@@ -211,6 +212,17 @@ def test_a_project_that_logs_by_lightning(resume: int) -> None:
             trainer.fit(Logs(), ckpt_path=path)
         logger.experiment.close()
     assert steps()["loss"] == [0, 1, 2, 3, 4, 5]
+
+
+def test_names_that_follow_each_other_closely() -> None:
+    """Where a host gives every process the same number, names differ by their time only; none is lost."""
+    names = ["98", "99", "5000"]
+    for each in names:
+        Path(f"events.out.tfevents.{int(each):010d}.host.1.0").write_text(each)
+    placed = _put_before(Path("events.out.tfevents.0000000100.host.1.0"), sorted(Path().glob("events*")))
+    assert [each.read_text() for each in placed] == names
+    assert [each.read_text() for each in sorted(Path().glob("events*"))] == names
+    assert placed[-1].name == "events.out.tfevents.0000000099.host.1.0"
 
 
 def test_a_refused_run_discards_nothing() -> None:
