@@ -98,11 +98,11 @@ class ExactResume(Callback):
         is_within = trainer.validating and place == "validation" and self._before_validation is not None
         own = cast(RandomState, self._before_validation) if is_within else RandomState(pl_module.device)
         scalar_buffer(trainer).flush()
+        mark_curves(trainer, place)
         checkpoint[KEY] = {
             "place": place,
             "random": _of_all_ranks(trainer, own.state_dict()),
             "trained": trained_parameters(pl_module),
-            "curves": mark_curves(trainer),
         }
 
     @override
@@ -126,7 +126,7 @@ class ExactResume(Callback):
         restored, self._restored = self._restored, None
         if self._is_resumed:
             self._is_resumed = False
-            discard_curves(trainer, (restored or {}).get("curves", {}))
+            discard_curves(trainer, (restored or {}).get("place"))
         if restored is None:
             return
         restore_trained(pl_module, restored.get("trained", {}))
