@@ -204,10 +204,8 @@ class DurableCheckpoint(Checkpoint):
         elif trainer.is_global_zero:
             self._take_folder(Path(self.dirpath), facts)
         self._ahead = _Ahead(self)
-        cast(Any, trainer).callbacks = [
-            self._ahead,
-            *cast(Any, trainer).callbacks,
-        ]  # not the list that is iterated
+        # a new list, since the trainer is going through the old one
+        cast(Any, trainer).callbacks = [self._ahead, *cast(Any, trainer).callbacks]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
