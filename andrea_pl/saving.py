@@ -31,8 +31,8 @@ from typing_extensions import override
 from andrea_callbacks.gradients import is_sharded
 from andrea_callbacks.host import agree
 from andrea_callbacks.packages import twin_of, with_twin
-from andrea_callbacks.resume import ExactResume, awaits_validation, ends_epoch, without_module
-from andrea_callbacks.scalars import refuse_climbing
+from andrea_callbacks.resume import ExactResume, awaits_validation, ends_epoch
+from andrea_callbacks.scalars import refuse_climbing, without_module
 from andrea_pl.checkpoint import FINAL, SUFFIX, DurableCheckpointIO, move_aside, sweep
 from andrea_pl.errors import UserError
 from andrea_pl.fingerprint import fingerprint

@@ -16,7 +16,7 @@ from typing_extensions import override
 from andrea_callbacks.gradients import is_sharded
 from andrea_callbacks.packages import is_kind, with_twin
 from andrea_callbacks.protocols import GeneratesText
-from andrea_callbacks.scalars import add_text
+from andrea_callbacks.scalars import add_text, without_module
 
 
 class UpdateProgressBar(TQDMProgressBar):
@@ -33,6 +33,10 @@ class UpdateProgressBar(TQDMProgressBar):
         self._rate = 0.0
         self._report: Mapping[str, Any] | None = None
         self.__class__ = with_twin(type(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the module and its trainer out."""
+        return without_module(cast("dict[str, Any]", super().__getstate__())) | {"_trainer": None}
 
     def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
         """Count the tokens."""
@@ -98,6 +102,10 @@ class RunReport(Callback):
         self.prompts = [""] if prompts is None else prompts
         self.max_new_tokens = max_new_tokens
         self.seed = seed
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the module out."""
+        return without_module(self.__dict__)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from andrea_callbacks.packages import is_kind
 from andrea_callbacks.protocols import HasHyperparameters, NamesSources
+from andrea_callbacks.scalars import without_module
 from andrea_callbacks.updates import settle
 
 Scalar = int | float | str | bool
@@ -41,6 +42,10 @@ class TensorBoardLayout(Callback):
         self.loss = ["train/loss", "val/loss"] if loss is None else loss
         names = ["train/grad_norm", "train/grad_norm_clipped", "train/clip_threshold"]
         self.norms = names if norms is None else norms
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the module out."""
+        return without_module(self.__dict__)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from andrea_callbacks.curves import discard_curves, mark_curves
 from andrea_callbacks.random_state import RandomState
-from andrea_callbacks.scalars import scalar_buffer
+from andrea_callbacks.scalars import scalar_buffer, without_module
 
 KEY = "andrea_resume"
 """Where the checkpoint has it."""
@@ -187,14 +187,6 @@ class ExactResume(Callback):
         if batches.ready == batches.completed and epochs.ready == epochs.processed:
             return "epoch" if ends_epoch(trainer) else "update"
         return None
-
-
-def without_module(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a callback's attributes without the methods of its module that Lightning gives it for a fit.
-
-    A pickle or a copy of the callback would hold the module's weights.
-    """
-    return {name: value for name, value in state.items() if name not in ("log", "log_dict")}
 
 
 def trained_parameters(module: pl.LightningModule) -> dict[str, bool]:

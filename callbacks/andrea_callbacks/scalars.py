@@ -131,6 +131,14 @@ def refuse_climbing(owner: str, name: str | None) -> None:
         raise ValueError(f"{owner}: name {name!r} must be a word or two, without path separators")
 
 
+def without_module(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a callback's attributes without the methods of its module that Lightning gives it for a fit.
+
+    A pickle or a copy of the callback would hold the module's weights.
+    """
+    return {name: value for name, value in state.items() if name not in ("log", "log_dict")}
+
+
 class ScalarCallback(Callback):
     """A callback that records scalars, and sees to it that they are written.
 
@@ -149,6 +157,10 @@ class ScalarCallback(Callback):
         refuse_climbing(type(self).__name__, name)
         self.name = name
         self._has_fitted = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the module out."""
+        return without_module(self.__dict__)
 
     @property
     @override
