@@ -12,6 +12,7 @@ import re
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -142,11 +143,9 @@ def _events(file: Path, kind: Any) -> Iterator[Any]:
 
 def _new_event(writer: Any) -> Any:
     """Return an empty event of the class that a writer takes: tensorboard's or tensorboardX's."""
-    if type(writer).__module__.startswith("tensorboardX"):
-        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore
-    else:
-        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore
-    return cast(Any, Event)()
+    is_other = type(writer).__module__.startswith("tensorboardX")
+    module = "tensorboardX.proto.event_pb2" if is_other else "tensorboard.compat.proto.event_pb2"
+    return cast(Any, import_module(module)).Event()  # only where there is such a logger
 
 
 def _write_session(writer: Any, step: int, status: str, message: str = "") -> None:
