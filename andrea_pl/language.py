@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
 from andrea_callbacks.protocols import NamesSources
@@ -24,7 +24,8 @@ from andrea_pl.metrics import TokenMean
 from andrea_pl.network import RoPELanguageModel, Sampling, TransformerConfig, generate
 from andrea_pl.network.layout import is_right_padded, select_rows
 from andrea_pl.optim import build_optimizer, warmup_cosine
-from andrea_pl.optim.schedules import check_schedule
+from andrea_pl.optim.rates import change_base_rate, keep_cycled_values
+from andrea_pl.optim.schedules import FactorLR, check_schedule
 from andrea_pl.update import TokenWeightedModule
 
 OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
@@ -41,7 +42,8 @@ class LanguageModule(TokenWeightedModule):
         optimizer: A class of optimizer with its options, given all parameters; AdamW by `lr`, `weight_decay`
             and `betas` when left out.
         schedule: `cosine` for linear warm-up and a cosine over the whole run, `constant` for none, or a class
-            of scheduler with its options, stepped once an update.
+            of scheduler with its options, stepped once an update; ReduceLROnPlateau once an epoch, by
+            `val/loss`.
         lr: Base learning rate of AdamW.
         weight_decay: Decoupled weight decay of matrices; vectors do not decay.
         betas: Decay of AdamW's first and second moment.
@@ -205,9 +207,11 @@ class LanguageModule(TokenWeightedModule):
         if self._schedule == "constant":
             return optimizer
         if self._schedule == "cosine":
-            scheduler: LRScheduler = LambdaLR(optimizer, self._lr_factor)
+            scheduler: LRScheduler = FactorLR(optimizer, self._lr_factor)
         else:
             scheduler = cast(SchedulerCallable, self._schedule)(optimizer)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/loss"}}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _build_named_optimizer(self, build: OptimizerCallable) -> Optimizer:
@@ -229,10 +233,21 @@ class LanguageModule(TokenWeightedModule):
         """Learn how long the run is, now that loops and loaders are restored."""
         super().on_train_start()
         self._apply_changed_options()
-        if self._schedule == "cosine":
+        scheduler = self._scheduler()
+        if any(map(self._is_own_schedule, (scheduler, *getattr(scheduler, "_schedulers", ())))):
             self._total_updates = self._count_updates()
             check_schedule(self._total_updates, self._warmup_updates, self._lr_floor)
-            self._refresh_lr()
+        if self._is_own_schedule(scheduler):
+            cast(FactorLR, scheduler).refresh()  # a checkpoint has the rate of the run that wrote it
+
+    def _scheduler(self) -> Any | None:
+        """Return the scheduler of this fit, None where there is none."""
+        configs = self.trainer.lr_scheduler_configs
+        return configs[0].scheduler if configs else None
+
+    def _is_own_schedule(self, scheduler: Any) -> bool:
+        """Say whether a scheduler is the one that `configure_optimizers` of this class built."""
+        return isinstance(scheduler, FactorLR) and scheduler.lr_lambdas[0] == self._lr_factor
 
     def _apply_changed_options(self) -> None:
         """Set the optimizer's options that this module was built with and the checkpoint's was not.
@@ -240,33 +255,16 @@ class LanguageModule(TokenWeightedModule):
         What a checkpoint restores are its own values, of which a callback may have changed some.
         """
         before, self._restored_options = self._restored_options, None
+        optimizer, scheduler = self.trainer.optimizers[0], self._scheduler()
         for number, (there, here) in enumerate(zip(before or [], self._built_with, strict=False)):
-            group = self.trainer.optimizers[0].param_groups[number]
+            group = optimizer.param_groups[number]
             changed = {name: here[name] for name in here if name in there and here[name] != there[name]}
             for name, value in changed.items():
                 if name == "lr":
-                    self._change_lr(number, there["lr"], value)
+                    change_base_rate(optimizer, scheduler, number, there["lr"], value)
                 else:
-                    group[name] = tuple(cast("list[Any]", value)) if isinstance(value, list) else value
+                    group[name] = keep_cycled_values(scheduler, group, name, there[name], value)
                 rank_zero_info(f"optimizer, group {number}: {name} is {value}, and was {there[name]}")
-
-    def _change_lr(self, number: int, before: float, now: float) -> None:
-        """Scale the rate of a group, in its optimizer and in the schedule."""
-        group = self.trainer.optimizers[0].param_groups[number]
-        group["lr"] = group["lr"] * now / before if before else now
-        if "initial_lr" in group:
-            group["initial_lr"] = now
-        for config in self.trainer.lr_scheduler_configs:
-            cast(LRScheduler, config.scheduler).base_lrs[number] = now
-
-    def _refresh_lr(self) -> None:
-        """Set the next update's rate by this run's length: a checkpoint has that of the run that wrote it."""
-        scheduler = cast(LambdaLR, self.trainer.lr_scheduler_configs[0].scheduler)
-        factor = self._lr_factor(scheduler.last_epoch)
-        rates = [base * factor for base in scheduler.base_lrs]
-        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-            if group["lr"] != rate:
-                group["lr"] = rate
 
     def _count_updates(self) -> int:
         """Return the updates of the run: windows an epoch times epochs, no more than `max_steps`."""
@@ -287,6 +285,8 @@ class LanguageModule(TokenWeightedModule):
     def setup(self, stage: str) -> None:
         """Take the tokenizer from the data; stop where the weights were trained with another."""
         super().setup(stage)
+        if stage == "fit":
+            self._built_with = []
         datamodule = getattr(self.trainer, "datamodule", None)
         self._source_names = list(datamodule.source_names) if isinstance(datamodule, NamesSources) else []
         groups = len(self._source_names) + 1 if len(self._source_names) > 1 else 1
@@ -295,6 +295,11 @@ class LanguageModule(TokenWeightedModule):
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
         if isinstance(tokenizer, TextTokenizer):
             self._adopt_tokenizer(tokenizer)
+
+    @override
+    def _reset_counters(self) -> None:
+        super()._reset_counters()
+        self._restored_options = self._total_updates = None
 
     def _adopt_tokenizer(self, tokenizer: TextTokenizer) -> None:
         if self.tokenizer is not None and self.tokenizer.fingerprint != tokenizer.fingerprint:
@@ -485,7 +490,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
         name: list(cast("tuple[Any, ...]", value)) if isinstance(value, tuple) else value
         for name, value in group.items()
         if name not in ("params", "initial_lr") and isinstance(value, (bool, int, float, str, tuple))
-    }
+    } | {name: float(value) for name, value in group.items() if name == "lr" and isinstance(value, Tensor)}
 
 
 def _decisive(config: TransformerConfig) -> dict[str, Any]:

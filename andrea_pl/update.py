@@ -9,7 +9,7 @@ training_step(window)
     ├─ callbacks' on_before_optimizer_step    read the averaged gradient before clipping
     ├─ ours: norm ──> verdict ──> clip, or set gradients to None so that the step changes nothing
     └─ the real step
-  scheduler.step(), only if weights changed ──> zero_grad ──> report
+  scheduler.step(), only if weights changed and it is due (see scheduling.py) ──> zero_grad ──> report
 
 On an accelerator with a fused optimizer the verdict is the device's: a bad update has found_inf set, its step
 changes nothing, and the host reads so during the next update. Until then the schedule may be one ahead.
@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -29,7 +30,6 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from andrea_callbacks.clip_norm import PreClipNorm
@@ -45,6 +45,8 @@ from andrea_pl.attempt import Attempt
 from andrea_pl.data.windows import Window, WindowLoader
 from andrea_pl.errors import UserError
 from andrea_pl.optim.clipping import Clipper, can_hold
+from andrea_pl.ranks import compare_lengths, is_last_window, unequal_windows
+from andrea_pl.scheduling import ScheduleClock, epochs_over, needs_closure
 from andrea_pl.strategies.synchronization import only_last_synchronizes
 
 FALLING_SCALE_UPDATES = 5
@@ -54,9 +56,11 @@ FALLING_SCALE_UPDATES = 5
 class TokenWeightedModule(pl.LightningModule):
     """A module whose every update is exact, whatever network, loss and data it has.
 
-    A subclass gives `count_tokens` and `loss_sum` and configures one optimizer, with or without one scheduler
-    that counts updates. A batch that is a `Window` is an update of several micro-batches; any other batch is
-    a window of one.
+    A subclass gives `count_tokens` and `loss_sum` and configures one optimizer, with or without a scheduler.
+    A batch that is a `Window` is an update of several micro-batches; any other batch is a window of one.
+
+    The scheduler moves after every update that changed weights. With `"interval": "epoch"` it moves at the
+    end of every epoch, and with a `"monitor"` by that metric; `"frequency": n` moves it every n-th time.
 
     Args:
         max_norm: Global L2 norm that gradients are clipped to; None measures the norm and clips nothing.
@@ -70,7 +74,8 @@ class TokenWeightedModule(pl.LightningModule):
         UserError: If a value is out of range.
 
     Attributes:
-        updates_applied: Updates that changed weights; equal to the scheduler's `last_epoch`.
+        updates_applied: Updates that changed weights; equal to the `last_epoch` of a scheduler that moves
+            after each of them.
         updates_skipped: Updates attempted that changed nothing. While training goes on both together are
             `trainer.global_step`; an update that raises is counted here too.
         update_report: That of the last update whose outcome is known; see
@@ -110,6 +115,9 @@ class TokenWeightedModule(pl.LightningModule):
         self._attempt: Attempt | None = None
         self._pending: Attempt | None = None
         self._is_accumulating = False
+        self._clock = ScheduleClock()
+        self._ranks_at_end: HostCopy | None = None
+        self._is_at_end = self._has_begun = False
         self._clipper = Clipper("torch")
         self.register_state_dict_pre_hook(_settle_before_state)
 
@@ -154,7 +162,7 @@ class TokenWeightedModule(pl.LightningModule):
             raise UserError("an empty window: a loader must put at least one micro-batch into each")
         optimizer = cast(LightningOptimizer, self.optimizers())
         self._clear_leftovers()
-        tokens = self._count_window(window)
+        tokens = self._count_window(window, batch_idx)
         loss_sum, micro_losses, sources = self._accumulate(window, tokens)
         self.settle_update()
         attempt = self._attempt = Attempt(
@@ -177,8 +185,11 @@ class TokenWeightedModule(pl.LightningModule):
         self._log_to_bar(attempt)
         if attempt.is_pending:
             self._pending = attempt
-            return self._report(attempt) | {"outcome": "pending"}
-        return self._publish(attempt)
+            report = self._report(attempt) | {"outcome": "pending"}
+        else:
+            report = self._publish(attempt)
+        self._check_ranks(batch_idx + 1)
+        return report
 
     @override
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -267,9 +278,13 @@ class TokenWeightedModule(pl.LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Refuse a strategy that cannot work, and forget an earlier fit that broke off."""
-        self._attempt = self._pending = self._sources = None
+        """Refuse a strategy that cannot work, and forget an earlier fit; a resume loads counters later."""
+        self._attempt = self._pending = self._sources = self._ranks_at_end = None
         self._is_accumulating = False
+        if stage == "fit":
+            if self.trainer.global_step == 0:
+                self._reset_counters()
+            self._read_next_configuration()
         if stage == "fit" and isinstance(self.trainer.strategy, FSDPStrategy):
             raise UserError(
                 "FSDPStrategy (FSDP1) cannot run the backward passes of manual optimization; use "
@@ -285,6 +300,22 @@ class TokenWeightedModule(pl.LightningModule):
                     "ModelParallelStrategy tensor_parallel_size 1 and data_parallel_size the number of ranks"
                 )
 
+    def _reset_counters(self) -> None:
+        """Start to count anew, for a fit that does not continue the one before."""
+        self.updates_applied = self.updates_skipped = self._consecutive_skips = 0
+        self.update_report = None
+        self._clock.reset()
+
+    def _read_next_configuration(self) -> None:
+        """Have the next call of `configure_optimizers`, and no later one, read for its schedulers' settings.
+
+        LightningCLI puts one of its own on the instance, which comes back after the call.
+        """
+        own = vars(self).get("configure_optimizers")
+        if isinstance(own, partial) and cast("partial[Any]", own).func is _configure_and_read:
+            own = cast("partial[Any]", own).args[1]  # of a fit that ended before the call
+        vars(self)["configure_optimizers"] = partial(_configure_and_read, self, own)
+
     @override
     def on_validation_model_eval(self) -> None:
         """Finish the update before validation starts, so that its figures come first."""
@@ -293,8 +324,10 @@ class TokenWeightedModule(pl.LightningModule):
 
     @override
     def on_train_epoch_end(self) -> None:
-        """Finish the epoch's last update, where no callback did."""
+        """Finish the epoch's last update, where no callback did, and move a schedule that goes by epochs."""
         self.settle_update()
+        self._meet_other_ranks()
+        self._clock.end_epoch(self.trainer)
 
     @override
     def on_train_end(self) -> None:
@@ -307,18 +340,22 @@ class TokenWeightedModule(pl.LightningModule):
         datamodule = cast(Any, self.trainer).datamodule
         names = datamodule.source_names if isinstance(datamodule, NamesSources) else ()
         self._source_count = len(names) if len(names) > 1 else 0
-        if len(self.trainer.optimizers) != 1:
-            raise UserError(
-                f"{type(self).__name__} makes one step of one optimizer a window, and configure_optimizers "
-                f"gave {len(self.trainer.optimizers)}; put the parameters into groups of one optimizer"
-            )
-        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-        if len(schedulers) > 1 or any(isinstance(each, ReduceLROnPlateau) for each in schedulers):
-            raise UserError(
-                f"{type(self).__name__} steps one scheduler once an update; ReduceLROnPlateau, which waits "
-                "for a metric, and several schedulers are not supported: use build_scheduler, LambdaLR or "
-                "SequentialLR"
-            )
+        self._refuse_optimizers()
+        self._clock.begin(self.trainer)
+        self._begin_windows()
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        """Tell the loader, which may be a new one, of the epoch."""
+        self._begin_windows()
+        loader = self.trainer.train_dataloader
+        if isinstance(loader, WindowLoader):
+            loader.reach_epoch(epochs_over(self.trainer))
+
+    def _begin_windows(self) -> None:
+        """Compare the ranks' numbers of windows, and tell the loader what the trainer takes of it."""
+        compare_lengths(self.trainer)
+        self._is_at_end = self._has_begun = False
         loader = self.trainer.train_dataloader
         if isinstance(loader, WindowLoader):
             loader.repeat = float(getattr(self.trainer, "overfit_batches", 0)) > 0
@@ -333,6 +370,7 @@ class TokenWeightedModule(pl.LightningModule):
             "applied": self.updates_applied,
             "skipped": self.updates_skipped,
             "consecutive_skips": self._consecutive_skips,
+            "schedule": self._clock.state_dict(self._trainer),
         }
 
     @override
@@ -342,16 +380,46 @@ class TokenWeightedModule(pl.LightningModule):
         self.updates_applied = counters.get("applied", 0)
         self.updates_skipped = counters.get("skipped", 0)
         self._consecutive_skips = counters.get("consecutive_skips", 0)
+        self._clock.load_state_dict(counters.get("schedule", {}))
 
-    def _count_window(self, window: list[Any]) -> int | Tensor:
-        """Return the label tokens of the window over all ranks."""
+    def _count_window(self, window: list[Any], index: int) -> int | Tensor:
+        """Return the label tokens of the window, the `index`-th of the epoch, over all ranks."""
         tokens = sum(_whole(self.count_tokens(micro_batch)) for micro_batch in window)
         if isinstance(tokens, Tensor) and tokens.device.type == "cpu":
             tokens = int(tokens)  # a number on the host stays there
         if self.trainer.world_size == 1:
             return tokens
-        local = torch.full((), 0, dtype=torch.int64, device=self.device) + tokens  # waits for no copy
-        return self._sum_over_ranks(local)
+        self._is_at_end = is_last_window(self.trainer, index)
+        figures = self._sum_with_ranks_at_end(tokens)
+        if not (_judges_by_itself(self.device) and self._has_begun):
+            self._check_ranks(index + 1)  # before a backward pass that waits for a rank without a window
+        self._has_begun = True
+        return figures
+
+    def _sum_with_ranks_at_end(self, tokens: int | Tensor) -> Tensor:
+        """Add up tokens over the ranks, and how many of these are at the end of the epoch."""
+        local = torch.full((2,), int(self._is_at_end), dtype=torch.int64, device=self.device)
+        local[0] = tokens  # waits for no copy
+        figures = self._sum_over_ranks(local)
+        self._ranks_at_end = HostCopy(figures[1:])
+        return figures[0]
+
+    def _check_ranks(self, windows: int) -> None:
+        """Stop where some ranks have windows left and others have not; waits for the begin of an update.
+
+        All ranks come here with the same sum, before any of them has left for a collective operation of
+        validation or of the epoch's end.
+        """
+        copy, self._ranks_at_end = self._ranks_at_end, None
+        if copy is not None and copy.read()[0] not in (0, self.trainer.world_size):
+            raise unequal_windows(self.trainer, windows, self._is_at_end)
+
+    def _meet_other_ranks(self) -> None:
+        """Take part in the count of a window that other ranks may train and this one has not."""
+        if self.trainer.world_size > 1 and not self._is_at_end:
+            self._is_at_end = True
+            self._sum_with_ranks_at_end(0)
+            self._check_ranks(self.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
     def _sum_over_ranks(self, figure: Tensor) -> Tensor:
         """Add up a number of each rank. Lightning's own reduction has the host wait at a barrier first."""
@@ -523,15 +591,16 @@ class TokenWeightedModule(pl.LightningModule):
         return None
 
     def _step_scheduler(self, attempt: Attempt) -> None:
-        """Move the schedule if weights changed, or if that is likely and not known yet."""
-        scheduler = cast(Any, self.lr_schedulers())
-        if scheduler is None or attempt.outcome != "applied":
+        """Move the schedule if it is due and weights changed, or if that is likely and not known yet."""
+        if attempt.outcome != "applied":
             return
-        if attempt.is_pending:
-            attempt.schedule = ScheduleMove(scheduler)
-        scheduler.step()
-        if attempt.schedule is not None:
-            attempt.schedule.end()
+        for config in self.trainer.lr_scheduler_configs:
+            if self._clock.moves_at(config, self.updates_applied + 1):
+                if attempt.is_pending:
+                    attempt.schedule = ScheduleMove(config.scheduler)
+                cast(Any, config.scheduler).step()
+                if attempt.schedule is not None:
+                    attempt.schedule.end()
 
     def _log_to_bar(self, attempt: Attempt) -> None:
         """Feed Lightning's bar and monitors."""
@@ -571,6 +640,21 @@ class TokenWeightedModule(pl.LightningModule):
         }
         return {key: value for key, value in report.items() if value is not None}
 
+    def _refuse_optimizers(self) -> None:
+        """Refuse what one step without a closure a window does not fit."""
+        optimizers = self.trainer.optimizers
+        if len(optimizers) != 1:
+            raise UserError(
+                f"{type(self).__name__} makes one step of one optimizer a window, and configure_optimizers "
+                f"gave {len(optimizers)}; put the parameters into groups of one optimizer"
+            )
+        if needs_closure(optimizers[0]):
+            raise UserError(
+                f"{type(optimizers[0]).__name__} needs a closure that computes the loss anew at each step, "
+                f"and {type(self).__name__} computes it once a window; use an optimizer whose step needs no "
+                "closure, such as AdamW"
+            )
+
     def _refuse_trainer_options(self) -> None:
         """Refuse trainer options that would act on each batch, and say what to use instead."""
         trainer = self.trainer
@@ -593,6 +677,14 @@ class TokenWeightedModule(pl.LightningModule):
                 "lr_find reads no loss under manual optimization and would report a rate found in NaN; try a "
                 "few values of model.lr for some hundred updates instead"
             )
+
+
+def _configure_and_read(module: TokenWeightedModule, own: Any) -> Any:
+    """Stand in for one call of a module's `configure_optimizers`, and give the name back to `own`."""
+    del vars(module)["configure_optimizers"]
+    if own is not None:
+        vars(module)["configure_optimizers"] = own
+    return module._clock.read(module.configure_optimizers())  # pyright: ignore[reportPrivateUsage]
 
 
 def _settle_before_state(module: nn.Module, *_: Any) -> None:

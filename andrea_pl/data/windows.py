@@ -41,6 +41,8 @@ class EpochCursor:
     def __init__(self, epoch: int = 0) -> None:
         self.epoch = epoch
         self.delivered = 0
+        self.reached = 0
+        """The epoch that the next new epoch is at least, since training has come so far."""
         self._restored = False
 
     def begin(self, length: int | None) -> None:
@@ -49,6 +51,8 @@ class EpochCursor:
         if self.delivered and (is_over or not self._restored):
             self.epoch += 1
             self.delivered = 0
+        if not self.delivered:
+            self.epoch = max(self.epoch, self.reached)
         self._restored = False
 
     def finish(self) -> None:
@@ -277,6 +281,13 @@ class WindowLoader:
                 window = Window()
         if window:
             yield window
+
+    def reach_epoch(self, epoch: int) -> None:
+        """Learn which epoch training has come to, so that a loader made for it does not start with the first.
+
+        An epoch that has begun goes on, and a loader that is further stays there, as in a second fit.
+        """
+        self._cursor.reached = epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the inner loader's samplers and dataset which epoch it is, where they want to know."""

@@ -1,9 +1,13 @@
 """Learning-rate schedules as pure functions of the update, and the schedulers made of them."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
 
 from andrea_pl.errors import UserError
 
@@ -37,13 +41,73 @@ def check_schedule(total_updates: int, warmup_updates: int, floor: float = 0.0) 
         raise UserError(f"the floor must lie in [0, 1] (a factor of the base rate), got {floor}")
 
 
-def build_scheduler(
-    optimizer: Optimizer, total_updates: int, warmup_updates: int, floor: float = 0.0
-) -> LambdaLR:
-    """Return a scheduler over `warmup_cosine`, to be stepped once after every update that changed weights.
+class FactorLR(LambdaLR):
+    """Sets the rate of every parameter group to one factor of its base rate.
+
+    A group that is added later follows too: its first update takes its own `lr`, which is its base rate, and
+    the next one the factor of it.
 
     Args:
         optimizer: Its groups' rates are the base rates.
+        factor: Maps the number of moves so far to the factor.
+
+    Raises:
+        UserError: If a group's `lr` is None, because the optimizer sets its rate itself.
+    """
+
+    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
+        if any(group["lr"] is None for group in optimizer.param_groups):
+            raise UserError(
+                f"{type(optimizer).__name__} has lr=None and sets its rate itself, so that no schedule can "
+                "scale it; set model.schedule=constant, or give the optimizer an lr"
+            )
+        super().__init__(optimizer, factor)
+
+    @override
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the next rate of every group, those added since the last move included."""
+        for group in self.optimizer.param_groups[len(self.base_lrs) :]:
+            lr = group["lr"]
+            self.base_lrs.append(group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr))
+        self._spread_factor()
+        return super().get_lr()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, that of a plain `LambdaLR` included; the factor stays this run's."""
+        self.__dict__.update({key: value for key, value in state_dict.items() if key != "lr_lambdas"})
+        self.base_lrs = list(self.base_lrs)
+        self._spread_factor()
+
+    def refresh(self) -> None:
+        """Write the rates of this moment to the optimizer, as a factor that has changed would give them.
+
+        A group that was added since the last move keeps its own rate.
+        """
+        factor = self.lr_lambdas[0](self.last_epoch)
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=False):
+            if group["lr"] != base * factor:
+                set_rate(group, base * factor)
+
+    def _spread_factor(self) -> None:
+        self.lr_lambdas = self.lr_lambdas[:1] * len(self.base_lrs)
+
+
+def set_rate(group: dict[str, Any], rate: float | Tensor) -> None:
+    """Set the rate of a parameter group; one that is a tensor stays that tensor."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = float(rate)
+
+
+def build_scheduler(
+    optimizer: Optimizer, total_updates: int, warmup_updates: int, floor: float = 0.0
+) -> FactorLR:
+    """Return a scheduler over `warmup_cosine`, to be stepped once after every update that changed weights.
+
+    Args:
+        optimizer: Its groups' rates are the base rates; groups added later follow.
         total_updates: Length of the run in updates.
         warmup_updates: Length of the warm-up.
         floor: Factor of the base rate at the end.
@@ -52,4 +116,4 @@ def build_scheduler(
         UserError: Unless 0 <= warmup_updates < total_updates.
     """
     check_schedule(total_updates, warmup_updates, floor)
-    return LambdaLR(optimizer, lambda index: warmup_cosine(index, total_updates, warmup_updates, floor))
+    return FactorLR(optimizer, lambda index: warmup_cosine(index, total_updates, warmup_updates, floor))

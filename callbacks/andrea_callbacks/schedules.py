@@ -35,7 +35,7 @@ class ScheduleMove:
         """Put back what was."""
         self._scheduler.load_state_dict(self._state)
         groups = cast(Optimizer, self._scheduler.optimizer).param_groups
-        for group, changes in zip(groups, self._changes, strict=True):
+        for group, changes in zip(groups, self._changes, strict=False):
             for key, (old, new) in changes.items():
                 if group[key] != new:
                     continue

@@ -1,0 +1,113 @@
+"""What a resume with other options of the optimizer means for the scheduler that it restores."""
+
+from typing import Any, cast
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    MultiplicativeLR,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    StepLR,
+)
+
+from andrea_pl.errors import UserError
+from andrea_pl.optim.schedules import FactorLR, set_rate
+
+LINEAR = {
+    FactorLR,
+    LambdaLR,
+    MultiplicativeLR,
+    StepLR,
+    MultiStepLR,
+    ExponentialLR,
+    ConstantLR,
+    LinearLR,
+    PolynomialLR,
+}
+"""Schedulers whose rate is the base rate times something; a subclass may do otherwise."""
+
+ANNEALING = {CosineAnnealingLR, CosineAnnealingWarmRestarts}
+"""Schedulers of which the same holds where they end at 0."""
+
+
+def follows_base_rate(scheduler: Any) -> bool:
+    """Say whether a scheduler's rate is linear in the base rate."""
+    kind = scheduler.__class__
+    return kind in LINEAR or (kind in ANNEALING and not scheduler.eta_min)
+
+
+def change_base_rate(
+    optimizer: Optimizer, scheduler: Any | None, number: int, before: float, now: float
+) -> None:
+    """Scale the rate of a parameter group, in the optimizer and in its scheduler, to another base rate.
+
+    Args:
+        optimizer: As restored from a checkpoint.
+        scheduler: Likewise; None where there is none.
+        number: Which group.
+        before: Its base rate in the run that wrote the checkpoint.
+        now: Its base rate in this run.
+
+    Raises:
+        UserError: If the scheduler's rate is not linear in the base rate.
+    """
+    if scheduler is not None and not follows_base_rate(scheduler):
+        raise _refusal(scheduler, f"lr {before:g}", f"lr {now:g}")
+    group = optimizer.param_groups[number]
+    rate = group["lr"] * now / before if before else None
+    if "initial_lr" in group:
+        group["initial_lr"] = now
+    if scheduler is not None:
+        scheduler.base_lrs[number] = now
+    set_rate(group, _rate_from_zero(scheduler, number, now) if rate is None else rate)
+    if scheduler is not None:
+        scheduler._last_lr[number] = group["lr"]
+
+
+def keep_cycled_values(scheduler: Any | None, group: dict[str, Any], name: str, there: Any, here: Any) -> Any:
+    """Return the value that an option of a group takes where a scheduler may cycle it.
+
+    Args:
+        scheduler: As restored; OneCycleLR and CyclicLR may cycle momentum, or the first of AdamW's betas.
+        group: The restored group.
+        name: The option.
+        there: Its value in the run that wrote the checkpoint.
+        here: Its value in this run.
+
+    Raises:
+        UserError: If the scheduler cycles what has changed.
+    """
+    value = tuple(cast("list[Any]", here)) if isinstance(here, list) else here
+    if not isinstance(scheduler, OneCycleLR | CyclicLR) or not getattr(scheduler, "cycle_momentum", False):
+        return value
+    if name == "momentum" or (name == "betas" and there[0] != here[0]):
+        raise _refusal(scheduler, f"{name} {there}", f"{name} {here}")
+    return (group["betas"][0], *value[1:]) if name == "betas" else value
+
+
+def _rate_from_zero(scheduler: Any | None, number: int, now: float) -> Any:
+    """Return a group's rate at this moment where the old one, 0, has no factor to tell."""
+    if scheduler is None:
+        return now
+    if isinstance(scheduler, LambdaLR):
+        return now * scheduler.lr_lambdas[number](scheduler.last_epoch)
+    closed_form = getattr(scheduler, "_get_closed_form_lr", None)
+    if closed_form is None:
+        raise _refusal(scheduler, "lr 0", f"lr {now:g}")
+    return closed_form()[number]
+
+
+def _refusal(scheduler: Any, there: str, here: str) -> UserError:
+    return UserError(
+        f"the checkpoint was written with {there} and this run has {here}, which {type(scheduler).__name__} "
+        f"cannot follow: it keeps rates of its own; resume with {there}, or start from the weights alone "
+        "(--init_from)"
+    )

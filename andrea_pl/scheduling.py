@@ -1,0 +1,238 @@
+"""When the scheduler that `configure_optimizers` returned moves.
+
+configure_optimizers ──> read_schedules: what was written ──> Lightning: one LRSchedulerConfig
+    interval step      after every `frequency`-th update that changed weights; also where nothing is written
+    interval epoch     at the end of every `frequency`-th epoch; with a `monitor`, by its last value
+
+Under manual optimization Lightning acts on none of these, drops `monitor` and `strict`, and gives a bare
+scheduler the interval "epoch", which cannot be told afterwards from one that was written. So the settings are
+read before Lightning sees them, and written out in full. A scheduler that a callback puts in, such as the one
+of StochasticWeightAveraging, goes by its own LRSchedulerConfig.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from andrea_callbacks.resume import ends_epoch
+from andrea_pl.errors import UserError
+
+KEYS = {field.name for field in fields(LRSchedulerConfig)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """What Lightning drops of a scheduler's settings."""
+
+    monitor: str | None
+    """The metric that the scheduler steps on; None where it steps on none."""
+    strict: bool
+    """Whether a missing metric is an error."""
+
+
+def read_schedules(returned: Any) -> tuple[Any, list[Watch]]:
+    """Read the settings of the schedulers among what `configure_optimizers` returned.
+
+    Returns:
+        The same with every scheduler in a dict that has its `interval` and nothing that Lightning drops, and
+        what it would have dropped of each.
+
+    Raises:
+        UserError: If nothing was returned, or a setting has no meaning.
+    """
+    if returned is None:
+        raise UserError(
+            "configure_optimizers returned None, and every update steps one optimizer; return an optimizer, "
+            "or use trainer.validate, test or predict, which need none"
+        )
+    if isinstance(returned, dict):
+        found = cast("dict[str, Any]", returned)
+        if "lr_scheduler" not in found:
+            return found, []
+        entry, watch = _read_entry(found["lr_scheduler"], found.get("monitor"))
+        return {**found, "lr_scheduler": entry}, [watch]
+    if not isinstance(returned, list | tuple):
+        return returned, []
+    parts: list[Any] = list(cast("list[Any]", returned))
+    if len(parts) == 2 and isinstance(parts[0], list):
+        listed = cast("list[Any]", parts[1]) if isinstance(parts[1], list) else [parts[1]]
+        entries = [_read_entry(each, None) for each in listed]
+        return (parts[0], [entry for entry, _ in entries]), [watch for _, watch in entries]
+    if parts and all(isinstance(each, dict) for each in parts):
+        pairs = [read_schedules(each) for each in parts]
+        return [part for part, _ in pairs], [watch for _, watches in pairs for watch in watches]
+    return cast(Any, returned), []
+
+
+def _read_entry(entry: Any, monitor: Any) -> tuple[dict[str, Any], Watch]:
+    """Return one scheduler's settings, complete, and its watch; `monitor` holds where it names none."""
+    written = dict(cast("dict[str, Any]", entry)) if isinstance(entry, dict) else {"scheduler": entry}
+    unknown = written.keys() - KEYS
+    if unknown or "scheduler" not in written:
+        fault = f"unknown keys {sorted(unknown)}" if unknown else 'no "scheduler"'
+        raise UserError(f"configure_optimizers: lr_scheduler has {fault}; its keys are {sorted(KEYS)}")
+    scheduler = written["scheduler"]
+    name = type(scheduler).__name__
+    is_watching = bool(written.pop("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau)))
+    watched, strict = written.pop("monitor", monitor), written.pop("strict", True)
+    _check_timing(name, written, is_watching, watched)
+    if "interval" not in written and not is_watching:
+        rank_zero_info(
+            f"{name} moves after every update that changes weights, since configure_optimizers names no "
+            f'interval for it; for once an epoch return {{"scheduler": …, "interval": "epoch"}}'
+        )
+    written.setdefault("interval", "epoch" if is_watching else "step")
+    return written, Watch(monitor=watched if is_watching else None, strict=bool(strict))
+
+
+def _check_timing(name: str, written: Mapping[str, Any], is_watching: bool, monitor: Any) -> None:
+    interval, frequency = written.get("interval"), written.get("frequency", 1)
+    if interval not in (None, "step", "epoch"):
+        raise UserError(
+            f'configure_optimizers: the interval of {name} must be "step" or "epoch", got {interval!r}'
+        )
+    if not isinstance(frequency, int) or frequency < 1:
+        raise UserError(
+            f"configure_optimizers: the frequency of {name} must be a whole number of at least 1, got "
+            f"{frequency!r}"
+        )
+    if is_watching and not monitor:
+        raise UserError(
+            f"configure_optimizers: {name} moves by a metric, and no monitor is given; return "
+            '{"scheduler": …, "monitor": "val/loss"}'
+        )
+    if is_watching and interval == "step":
+        raise UserError(
+            f'configure_optimizers: {name} moves by a metric, at the end of an epoch; use interval "epoch" '
+            'instead of "step", with trainer.limit_train_batches for shorter epochs'
+        )
+
+
+def epochs_over(trainer: pl.Trainer) -> int:
+    """Return how many epochs are over, the one whose end is under way included."""
+    return int(cast(Any, trainer.fit_loop).epoch_progress.current.processed)
+
+
+class ScheduleClock:
+    """Knows when a scheduler moves, and moves those that go by epochs.
+
+    Its state holds what a checkpoint needs of it: epochs that have moved the schedule, and the last value of
+    a monitored metric, which a resume at the end of an epoch would otherwise lack.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget an earlier run."""
+        self._watches: list[Watch] | None = None
+        self._epochs = 0
+        self._restored_epochs: int | None = None
+        self._monitored: float | None = None
+
+    def read(self, returned: Any) -> Any:
+        """Take note of what `configure_optimizers` returned and return it for Lightning."""
+        completed, self._watches = read_schedules(returned)
+        return completed
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Complete Lightning's settings, and make the moves of epochs that ended after the last checkpoint.
+
+        Raises:
+            UserError: If there are several schedulers.
+        """
+        configs = trainer.lr_scheduler_configs
+        if len(configs) > 1:
+            raise UserError(
+                f"{type(trainer.lightning_module).__name__} moves one scheduler, and configure_optimizers "
+                f"gave {len(configs)}; use SequentialLR or ChainedScheduler to join them"
+            )
+        if self._watches is None and any(config.interval == "epoch" for config in configs):
+            rank_zero_warn(
+                "the scheduler moves once an update, whatever interval configure_optimizers gave it: call "
+                f"super().setup(stage) in {type(trainer.lightning_module).__name__}.setup to have it honoured"
+            )
+            configs[0].interval = "step"
+        for config, watch in zip(configs, self._watches or [], strict=False):
+            config.monitor, config.strict = watch.monitor, watch.strict
+            config.reduce_on_plateau = watch.monitor is not None
+        over = epochs_over(trainer)
+        restored = over if self._restored_epochs is None else self._restored_epochs
+        self._epochs, self._restored_epochs = max(over, restored), None
+        if trainer.global_step:
+            for optimizer in trainer.optimizers:
+                cast(
+                    Any, optimizer
+                )._opt_called = True  # in the run before, and torch would warn of the order
+        for epoch in range(restored, over):
+            self._move_by_epoch(trainer, epoch + 1)
+
+    def moves_at(self, config: LRSchedulerConfig, updates: int) -> bool:
+        """Say whether a scheduler moves after the update that is the `updates`-th to change weights."""
+        return config.interval == "step" and updates % config.frequency == 0
+
+    def end_epoch(self, trainer: pl.Trainer) -> None:
+        """Move a scheduler that goes by epochs, once an epoch, and only where the epoch came to its end."""
+        over = epochs_over(trainer)
+        if over > self._epochs and ends_epoch(trainer):
+            self._epochs = over
+            self._move_by_epoch(trainer, over)
+
+    def state_dict(self, trainer: pl.Trainer | None) -> dict[str, float | int | None]:
+        """Return the epochs that moved the schedule and the last value of the monitored metric."""
+        return {"epochs": self._epochs, "monitored": None if trainer is None else self._latest(trainer)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue; a checkpoint of an earlier version has no state."""
+        self._restored_epochs = state.get("epochs")
+        self._monitored = state.get("monitored")
+
+    def _latest(self, trainer: pl.Trainer) -> float | None:
+        """Return the monitored metric's last value, None where there is none."""
+        names = [config.monitor for config in trainer.lr_scheduler_configs if config.monitor is not None]
+        value = trainer.callback_metrics.get(names[0]) if names else None
+        if value is not None:
+            self._monitored = float(value)
+        return self._monitored
+
+    def _move_by_epoch(self, trainer: pl.Trainer, epochs: int) -> None:
+        for config in trainer.lr_scheduler_configs:
+            if config.interval != "epoch" or epochs % config.frequency:
+                continue
+            scheduler = cast(Any, config.scheduler)
+            if not config.reduce_on_plateau:
+                scheduler.step()
+                continue
+            value = trainer.strategy.broadcast(self._latest(trainer))  # or ranks would part
+            if value is not None:
+                scheduler.step(value)
+            else:
+                _miss_metric(trainer, config)
+
+
+def _miss_metric(trainer: pl.Trainer, config: LRSchedulerConfig) -> None:
+    """Say that a monitored metric is not there."""
+    known = ", ".join(sorted(trainer.callback_metrics)) or "none"
+    message = (
+        f"{type(config.scheduler).__name__} moves by the metric {config.monitor!r}, which was not logged "
+        f"before the end of the epoch; metrics that were: {known}"
+    )
+    if config.strict:
+        raise UserError(f'{message}. Log it by self.log, or set "strict": False to pass over such epochs')
+    rank_zero_warn(f"{message}; the rate stays")
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer's step cannot be called without a closure that computes the loss anew."""
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    return any(
+        each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        for each in parameters
+    )
