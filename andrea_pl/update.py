@@ -390,36 +390,43 @@ class TokenWeightedModule(pl.LightningModule):
         if self.trainer.world_size == 1:
             return tokens
         self._is_at_end = is_last_window(self.trainer, index)
-        figures = self._sum_with_ranks_at_end(tokens)
-        if not (_judges_by_itself(self.device) and self._has_begun):
-            self._check_ranks(index + 1)  # before a backward pass that waits for a rank without a window
+        tokens, ranks = self._sum_with_ranks(tokens, self._is_at_end, False)
+        if not (_judges_by_itself(self.device) and self._has_begun) and ranks.read()[1]:
+            raise unequal_windows(self.trainer, index + 1, self._is_at_end)
         self._has_begun = True
-        return figures
+        self._ranks_at_end = ranks
+        return tokens
 
-    def _sum_with_ranks_at_end(self, tokens: int | Tensor) -> Tensor:
-        """Add up tokens over the ranks, and how many of these are at the end of the epoch."""
-        local = torch.full((2,), int(self._is_at_end), dtype=torch.int64, device=self.device)
-        local[0] = tokens  # waits for no copy
+    def _sum_with_ranks(
+        self, tokens: int | Tensor, is_at_end: bool, has_none: bool
+    ) -> tuple[Tensor, HostCopy]:
+        """Add up tokens over the ranks; and how many train their epoch's last window, and how many none."""
+        local = torch.zeros(3, dtype=torch.int64, device=self.device)
+        local[0], local[1], local[2] = tokens, int(is_at_end), int(has_none)  # which waits for no copy
         figures = self._sum_over_ranks(local)
-        self._ranks_at_end = HostCopy(figures[1:])
-        return figures[0]
+        return figures[0], HostCopy(figures[1:])
 
     def _check_ranks(self, windows: int) -> None:
-        """Stop where some ranks have windows left and others have not; waits for the begin of an update.
+        """Stop where some ranks have trained their last window of the epoch and others have not.
 
-        All ranks come here with the same sum, before any of them has left for a collective operation of
-        validation or of the epoch's end.
+        This waits until the device has begun with the update, no longer. All ranks come here with the same
+        figures, and none of them has left for a collective operation of validation or of the epoch's end.
         """
-        copy, self._ranks_at_end = self._ranks_at_end, None
-        if copy is not None and copy.read()[0] not in (0, self.trainer.world_size):
+        ranks, self._ranks_at_end = self._ranks_at_end, None
+        if ranks is not None and ranks.read()[0] not in (0, self.trainer.world_size):
             raise unequal_windows(self.trainer, windows, self._is_at_end)
 
     def _meet_other_ranks(self) -> None:
-        """Take part in the count of a window that other ranks may train and this one has not."""
+        """Take part once more where an epoch ended without its last window known as such.
+
+        Others may be counting the tokens of a window that this rank has not got.
+        """
         if self.trainer.world_size > 1 and not self._is_at_end:
             self._is_at_end = True
-            self._sum_with_ranks_at_end(0)
-            self._check_ranks(self.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+            _, ranks = self._sum_with_ranks(0, False, True)
+            if ranks.read()[1] != self.trainer.world_size:
+                windows = int(self.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+                raise unequal_windows(self.trainer, windows, True)
 
     def _sum_over_ranks(self, figure: Tensor) -> Tensor:
         """Add up a number of each rank. Lightning's own reduction has the host wait at a barrier first."""

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 collect_ignore = [  # run in processes of their own
     "system/commands.py",
     "system/two_ranks.py",
+    "system/unequal_ranks.py",
     "system/watched_ranks.py",
     "system/steady_memory.py",
     "system/killed.py",

@@ -255,3 +255,55 @@ def test_tensor_parallel_ranks_and_scalers_are_refused(both: list[Results]) -> N
         assert "clip_model_parallel" in results["tensor parallel"]["error"]
         assert "bf16-mixed" in results["fsdp2 scaler"]["error"]
         assert "no fused SGD" in results["fsdp2 fused sgd"]["error"]
+
+
+@pytest.mark.parametrize("name", ["equal", "equal streams"])
+def test_equal_numbers_of_windows_train(name: str, both: list[Results]) -> None:
+    for results in both:
+        assert results[f"unequal {name}"] == {"error": "", "updates": 6, "validated": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("max_steps", "rank 0 has 5 windows in this epoch, rank 1 has 4"),
+        ("max_epochs", "rank 0 has 4 windows in this epoch, rank 1 has 5"),
+    ],
+)
+def test_lengths_are_compared_before_the_first_update(name: str, counts: str, both: list[Results]) -> None:
+    """Lightning#20404: both ran on in different epochs, or ended by a traceback of gloo."""
+    for results in both:
+        assert counts in results[f"unequal {name}"]["error"]
+        assert results[f"unequal {name}"]["updates"] == 0
+
+
+STREAMS = {
+    "streams": ("rank 0 has at least 5 windows in this epoch, rank 1 has 4", 4),
+    "streams, epochs": ("rank 0 has 4 windows in this epoch, rank 1 has at least 5", 4),
+    "streams, second epoch": ("rank 0 has 2 windows in this epoch, rank 1 has at least 3", 5),
+    "streams, limited": ("rank 0 has 5 windows in this epoch, rank 1 has 4", 4),
+    "an empty stream": ("rank 0 has at least 2 windows in this epoch, rank 1 has 0", 0),
+    "an empty second epoch": ("rank 0 has at least 2 windows in this epoch, rank 1 has 0", 3),
+    "a wrong length": ("rank 0 has 4 windows in this epoch, rank 1 has 3", 3),
+}
+WAITED_FOR = ["streams", "streams, second epoch", "an empty stream", "an empty second epoch"]
+
+
+@pytest.mark.parametrize(
+    "name", [f"unequal {name}" for name in STREAMS] + [f"deferred unequal {name}" for name in WAITED_FOR]
+)
+def test_streams_stop_together(name: str, both: list[Results]) -> None:
+    """Lightning#20404: without a length they find out once one of them has no window after this one."""
+    counts, updates = STREAMS[name.partition("unequal ")[2]]
+    for results in both:
+        assert counts in results[name]["error"]
+        assert results[name]["updates"] == updates
+
+
+def test_a_limit_within_all_of_them_is_kept(both: list[Results]) -> None:
+    for results in both:
+        assert results["unequal streams, limited in time"]["updates"] == 8
+        assert results["unequal stopped"]["updates"] == 4
+        assert (
+            results["unequal streams, limited in time"]["error"] == results["unequal stopped"]["error"] == ""
+        )

@@ -42,6 +42,7 @@ from andrea_pl.optim import ExtensionError
 from andrea_pl.optim import clipping as clipping_module
 from andrea_pl.signals import StoppedBySignal
 from toy import ListLoader, Recorder, RowLogger, ToyU, build_trainer, window
+from unequal_ranks import SCENARIOS as UNEQUAL
 
 RANKS, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
 A, B, NAN = [0], [1, 1, 1], float("nan")
@@ -579,7 +580,12 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "tensor parallel": lambda: refused(ModelParallelStrategy(process_group_backend="gloo")),
     "fsdp2 scaler": lambda: refused(clip_strategy("fsdp2", "torch"), plugins=[scaled()]),
 }
+WAITED_FOR = ("streams", "streams, second epoch", "an empty stream", "an empty second epoch")
+SCENARIOS |= {f"unequal {name}": scenario for name, scenario in UNEQUAL.items()}
+SCENARIOS |= {f"deferred unequal {name}": lambda name=name: deferred(UNEQUAL[name]) for name in WAITED_FOR}
 ON_TWO_ALONE = {
+    *(f"unequal {name}" for name in UNEQUAL),
+    *(f"deferred unequal {name}" for name in WAITED_FOR),
     *(f"{prefix}fsdp2 nan {policy}" for prefix in ("", "deferred ") for policy in ("skip", "raise")),
     *(
         "broken",
