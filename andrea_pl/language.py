@@ -22,7 +22,7 @@ from andrea_pl.data.tokenizer import TextTokenizer
 from andrea_pl.errors import UserError
 from andrea_pl.metrics import TokenMean
 from andrea_pl.network import RoPELanguageModel, Sampling, TransformerConfig, generate
-from andrea_pl.network.layout import is_right_padded, select_rows
+from andrea_pl.network.layout import is_right_padded
 from andrea_pl.optim import build_optimizer, warmup_cosine
 from andrea_pl.optim.rates import change_base_rate, keep_cycled_values
 from andrea_pl.optim.schedules import FactorLR, check_schedule
@@ -156,17 +156,21 @@ class LanguageModule(TokenWeightedModule):
 
     def _predict_labels(self, micro_batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits (N, V), labels (N,) and the row of each, for the places with a label."""
-        input_ids, labels = micro_batch["input_ids"], micro_batch["labels"]
+        labels = micro_batch["labels"]
         index = self._token_index(micro_batch)
-        hidden = self.network.hidden_states(input_ids, micro_batch.get("valid_mask"), index)
         flat = labels.flatten()
         if index is not None:
             flat = flat[index]
         places = torch.arange(labels.numel(), device=labels.device) if index is None else index
+        chosen = None
         if self._has_unlabelled_places(micro_batch, flat):
             chosen = (flat != IGNORED).nonzero().squeeze(1)
-            hidden, flat, places = select_rows(hidden, chosen), flat[chosen], places[chosen]
-        return self.network.logits(hidden), flat, places // labels.shape[1]
+            flat, places = flat[chosen], places[chosen]
+        # through __call__, which network.compile() and hooks of the network act on
+        logits = self.network(
+            micro_batch["input_ids"], micro_batch.get("valid_mask"), token_index=index, chosen=chosen
+        )
+        return logits.flatten(0, -2), flat, places // labels.shape[1]
 
     def _token_index(self, micro_batch: dict[str, Any]) -> Tensor | None:
         """Return where the valid tokens lie, if nothing has to wait for an accelerator to know."""

@@ -17,7 +17,7 @@ changes nothing, and the host reads so during the next update. Until then the sc
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -42,6 +42,7 @@ from andrea_callbacks.schedules import ScheduleMove
 from andrea_callbacks.sources import SourceMonitor
 from andrea_callbacks.updates import EpochSummary, UpdateLog, publish_report
 from andrea_pl.attempt import Attempt
+from andrea_pl.compiled import compile_like, match_wrappers, plain_name, strip_wrappers, untraced
 from andrea_pl.data.windows import Window, WindowLoader
 from andrea_pl.errors import UserError
 from andrea_pl.optim.clipping import Clipper, can_hold
@@ -120,6 +121,8 @@ class TokenWeightedModule(pl.LightningModule):
         self._is_at_end = self._has_begun = False
         self._clipper = Clipper("torch")
         self.register_state_dict_pre_hook(_settle_before_state)
+        self.register_state_dict_post_hook(strip_wrappers)
+        self.register_load_state_dict_pre_hook(match_wrappers)
 
     def count_tokens(self, micro_batch: Any) -> int | Tensor:
         """Return how many labels of a micro-batch count: an int, or a 0-d tensor."""
@@ -155,6 +158,17 @@ class TokenWeightedModule(pl.LightningModule):
         return self._sources is not None
 
     @override
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Generator[tuple[str, Any]]:
+        """Yield the modules, and with them parameters and buffers, by the names that they have uncompiled."""
+        for name, module in cast(
+            "Iterator[tuple[str, Any]]", super().named_modules(memo, prefix, remove_duplicate)
+        ):
+            yield plain_name(name, prefix), module
+
+    @override
+    @untraced
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Make one update of one window and return its report."""
         window = cast("list[Any]", batch) if isinstance(batch, Window) else [batch]
@@ -462,10 +476,11 @@ class TokenWeightedModule(pl.LightningModule):
             self._sources = torch.zeros(shape, dtype=widest(self.device), device=self.device)
         scale = self.trainer.world_size / _divisor(tokens)
         losses: list[Tensor] = []
+        loss_sum = compile_like(self, self.loss_sum)
         is_sharded = isinstance(self.trainer.strategy, ModelParallelStrategy)
         for number, micro_batch in enumerate(window, start=1):
             with only_last_synchronizes(self.trainer.strategy, number == len(window)):
-                loss = self.loss_sum(micro_batch)
+                loss = loss_sum(micro_batch)
                 if loss.ndim:
                     raise UserError(
                         "loss_sum must return a 0-d tensor, the sum over labels, got shape "

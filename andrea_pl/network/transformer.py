@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 from andrea_pl.errors import UserError
 from andrea_pl.network.cache import KeyValueCache
 from andrea_pl.network.config import TransformerConfig
-from andrea_pl.network.layout import TokenLayout, is_right_padded, masked_layout
+from andrea_pl.network.layout import TokenLayout, is_right_padded, masked_layout, select_rows
 
 RMS_NORM_EPS = 1e-6
 LAYER_NORM_EPS = 1e-5
@@ -183,24 +183,38 @@ class RoPELanguageModel(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, input_ids: Tensor, valid_mask: Tensor | None = None) -> Tensor:
-        """Predict the next token at every place.
+    def forward(
+        self,
+        input_ids: Tensor,
+        valid_mask: Tensor | None = None,
+        *,
+        token_index: Tensor | None = None,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
+        """Predict the next token at every place, or at chosen ones.
 
         Args:
             input_ids: (B, S) int64, S at most `block_size`.
             valid_mask: (B, S) bool, False at padding; None when there is none. Right padding takes the plain
                 causal path, since no valid query sees a later key; other padding is masked. Which of the two
-                is decided on the host: on an accelerator use `hidden_states` with `token_index`, which waits
-                for nothing.
+                is decided on the host: on an accelerator use `token_index`, which waits for nothing.
+            token_index: (T,) int64, as for `hidden_states`.
+            chosen: (C,) int64, each once: which of the T tokens, of all B * S where there is no
+                `token_index`, are predicted from.
 
         Returns:
-            Logits (B, S, V); those at invalid places are finite and mean nothing.
+            Logits (B, S, V); those at invalid places are finite and mean nothing. With `chosen` they are
+            (C, V), with `token_index` alone (T, V).
 
         Raises:
-            UserError: If the sequence is longer than `block_size` or, on the CPU, an id is out of range.
+            UserError: If the sequence is longer than `block_size`, or an id is out of range, which is looked
+                at on the CPU and not compiled.
         """
-        hidden = self.hidden_states(input_ids, valid_mask)
-        return self.logits(hidden).view(*input_ids.shape, -1)
+        hidden = self.hidden_states(input_ids, valid_mask, token_index)
+        if chosen is not None:
+            hidden = select_rows(hidden, chosen)
+        logits = self.logits(hidden)
+        return logits.view(*input_ids.shape, -1) if token_index is None and chosen is None else logits
 
     def hidden_states(
         self, input_ids: Tensor, valid_mask: Tensor | None = None, token_index: Tensor | None = None
@@ -252,6 +266,8 @@ class RoPELanguageModel(nn.Module):
                 f"a sequence of {input_ids.shape[1]} tokens is longer than "
                 f"block_size={self.config.block_size}; cut it or raise block_size"
             )
+        if torch.compiler.is_compiling():
+            return  # to read numbers would cut the graph; embedding itself refuses such an id
         if input_ids.device.type == "cpu" and input_ids.numel():
             low, high = int(input_ids.min()), int(input_ids.max())
             if low < 0 or high >= self.config.vocab_size:
