@@ -17,7 +17,8 @@ class Attempt:
     """An update being made, from its loss to its outcome."""
 
     number: int
-    lr: float
+    lr: float | None
+    """Rate of the first parameter group; None where the optimizer sets its rate itself."""
     tokens: int | Tensor
     loss_sum: Tensor
     micro_losses: list[Tensor] = field(default_factory=list[Tensor])

@@ -7,7 +7,7 @@
 The update itself is never traced: hooks of fused optimizers and dynamo do not mix.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
@@ -47,7 +47,7 @@ def strip_wrappers(module: nn.Module, state: dict[str, Any], prefix: str, *_: An
 
 def match_wrappers(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Give a state the names of this module, wrapped or not; a hook before `load_state_dict`."""
-    names = [cast(str, each[0]) for each in nn.Module.named_modules(module)]
+    names = [name for name, _ in cast("Iterable[tuple[str, Any]]", nn.Module.named_modules(module))]
     wrapped = {plain_name(name): name for name in names}  # the last of one name is the innermost
 
     def rename(name: str) -> str:

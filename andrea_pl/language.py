@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -468,23 +468,49 @@ class LanguageModule(TokenWeightedModule):
     @classmethod
     @override
     def load_from_checkpoint(  # pyright: ignore[reportIncompatibleMethodOverride]
-        cls, checkpoint_path: str | Path, map_location: Any = None, **options: Any
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        hparams_file: None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **options: Any,
     ) -> "LanguageModule":
         """Rebuild a module from a checkpoint alone.
 
         Args:
             checkpoint_path: A local file.
             map_location: Device of the module; the CPU when left out.
+            hparams_file: Not read, and must be None: the checkpoint has the shape, and `options` the rest.
+            strict: False passes over weights that the checkpoint or the module lacks, with a warning;
+                the module's `strict_loading` when left out.
+            weights_only: Must not be False: only tensors and plain values are ever loaded.
             options: Arguments of `LanguageModule` besides `network`, which the checkpoint gives.
 
         Raises:
-            UserError: If the file is no checkpoint of a LanguageModule.
+            UserError: If the file is no checkpoint of a LanguageModule, or an argument has no meaning.
         """
+        if hparams_file is not None:
+            raise UserError(
+                f"hparams_file={str(hparams_file)!r} is not read: the checkpoint has the network's shape; "
+                "pass other options of the model by name, such as lr=1e-4"
+            )
+        if weights_only is False:
+            raise UserError(
+                "weights_only=False would run code that the file holds, which no checkpoint of a "
+                "LanguageModule needs; leave it out"
+            )
         checkpoint = read_checkpoint(checkpoint_path)
         block = read_block(checkpoint, checkpoint_path)
         module = cls(block.network, **options)
         module.on_load_checkpoint(checkpoint)
-        module.load_state_dict(checkpoint["state_dict"])
+        strict = module.strict_loading if strict is None else strict
+        left_out = module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        if left_out.missing_keys or left_out.unexpected_keys:
+            rank_zero_warn(
+                f"{checkpoint_path}: loaded without strict; not in the file: "
+                f"{left_out.missing_keys or 'none'}, not in the module: {left_out.unexpected_keys or 'none'}"
+            )
         return module if map_location is None else module.to(map_location)
 
 

@@ -718,8 +718,10 @@ def _judges_by_itself(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _current_lr(optimizer: Optimizer) -> float:
-    return float(optimizer.param_groups[0]["lr"])
+def _current_lr(optimizer: Optimizer) -> float | None:
+    """Return the rate of the first group, None where the optimizer sets its rate itself."""
+    lr = optimizer.param_groups[0]["lr"]
+    return None if lr is None else float(lr)
 
 
 def _row(attempt: Attempt, *figures: Tensor | float) -> Tensor:

@@ -3,6 +3,7 @@
 Every test that stands for a public report names it.
 """
 
+import json
 import logging
 import sys
 from pathlib import Path
@@ -20,8 +21,10 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
+from transformers.optimization import Adafactor, AdafactorSchedule
 
 import andrea_pl.update
+from andrea_callbacks import EpochSummary, RunJournal, TensorBoardLayout, UpdateProgressBar
 from andrea_pl import ClipSingleDeviceStrategy, LanguageModule, TransformerConfig, UserError, Window
 from andrea_pl.optim import build_optimizer, build_scheduler
 from andrea_pl.optim.schedules import FactorLR
@@ -696,3 +699,57 @@ class TestNoOptimizer:
     def test_says_what_it_needs(self) -> None:
         with pytest.raises(UserError, match=r"returned None.*return an optimizer"):
             rates(Configured(lambda optimizer: None), [window(A)])
+
+
+class TestNoRate:
+    """Lightning#12067: Adafactor with lr=None, which sets its rate itself."""
+
+    def build(self, parameters: Any) -> Any:
+        return Adafactor(parameters, lr=None, relative_step=True, scale_parameter=True, warmup_init=True)
+
+    def test_trains_without_a_rate_to_report(self) -> None:
+        """The weights are those of a plain loop; no `lr` is made up."""
+        bar, summary, logger = UpdateProgressBar(), EpochSummary(), RowLogger()
+        module = language(optimizer=self.build, schedule="constant", max_norm=None)
+        callbacks = [bar, summary, TensorBoardLayout()]
+        fit(module, [tokens()] * 3, callbacks=callbacks, logger=logger, enable_progress_bar=True)
+        plain = language(max_norm=None)
+        optimizer = self.build(plain.network.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            logits = plain.network(tokens()["input_ids"]).flatten(0, 1)
+            nn.functional.cross_entropy(logits, tokens()["labels"].flatten()).backward()
+            optimizer.step()
+        for here, there in zip(module.network.parameters(), plain.network.parameters(), strict=True):
+            torch.testing.assert_close(here, there)
+        assert module.updates_applied == 3
+        assert not logger.series("train/lr")
+        assert len(logger.series("train/loss")) == 3
+
+    def test_the_cosine_says_what_it_needs(self) -> None:
+        with pytest.raises(UserError, match=r"lr=None and sets its rate itself.*model\.schedule=constant"):
+            fit(language(optimizer=self.build), [tokens()])
+
+    def test_a_schedule_of_its_own_works(self) -> None:
+        module = language(optimizer=self.build, schedule=AdafactorSchedule)
+        fit(module, [tokens()] * 2)
+        assert module.updates_applied == 2
+
+    def test_a_module_that_steps_by_itself_is_journalled(self, tmp_path: Path) -> None:
+        build = self.build
+
+        class Foreign(pl.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(2, 1)
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return self.layer(batch).square().sum()
+
+            def configure_optimizers(self) -> Any:
+                return build(self.parameters())
+
+        journal = RunJournal(tmp_path / "journal.jsonl")
+        build_trainer(callbacks=[journal]).fit(Foreign(), ListLoader([torch.ones(3, 2)] * 2))
+        lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+        assert len([line for line in lines if line["kind"] == "update"]) == 2

@@ -6,12 +6,13 @@ optimizer ──gradient_norm──> GradientNorm       kept until a gradient ch
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 from weakref import WeakKeyDictionary
 
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,6 +21,7 @@ from andrea_callbacks.gradient_watch import clip_begins, clip_ends
 from andrea_callbacks.gradients import (
     GradientMoment,
     GradientNorm,
+    distinct,
     gradient_norm,
     local_gradient,
     optimizer_parameters,
@@ -27,6 +29,9 @@ from andrea_callbacks.gradients import (
 )
 from andrea_pl.errors import UserError
 from andrea_pl.optim.extension import ExtensionError, load_extension
+
+Gradients = Optimizer | Tensor | Iterable[Tensor]
+"""Whose gradients are measured or clipped: an optimizer's, or those of parameters."""
 
 ClipperKind = Literal["auto", "torch", "extension"]
 
@@ -129,18 +134,32 @@ class Clipper:
             _tell_once(f"clipping with torch, since rank {rank} cannot have the clip extension: {reason}")
         self._extended[device] = False
 
-    def gradient_norm(self, optimizer: Optimizer) -> GradientNorm:
-        """Return norms and non-finite counts of the gradients of an optimizer, as they are."""
+    def gradient_norm(self, optimizer: Gradients) -> GradientNorm:
+        """Return norms and non-finite counts of gradients, as they are.
+
+        Args:
+            optimizer: One, whose norm is kept until a gradient changes; or parameters, as an iterable or a
+                single one, measured each time.
+
+        Raises:
+            UserError: If it is something else, or there is no parameter.
+        """
+        owner = _owner(optimizer)
+        if isinstance(owner, list):
+            return gradient_norm(owner, self._squared_norms)
+        return self._optimizer_norm(owner)
+
+    def _optimizer_norm(self, optimizer: Optimizer) -> GradientNorm:
         self._watch(optimizer)
         parameters = optimizer_parameters(optimizer)
-        gradients = [each.grad for each in parameters if each.grad is not None]
+        present = [each.grad for each in parameters if each.grad is not None]
         moment, norm = self._measured.get(optimizer, (None, None))
-        if moment is None or norm is None or not moment.is_that_of(gradients):
+        if moment is None or norm is None or not moment.is_that_of(present):
             norm = gradient_norm(parameters, self._squared_norms)
-            self._measured[optimizer] = (GradientMoment.of(gradients), norm)
+            self._measured[optimizer] = (GradientMoment.of(present), norm)
         return norm
 
-    def clip_gradients(self, optimizer: Optimizer, max_norm: float, hold: Tensor | None = None) -> Tensor:
+    def clip_gradients(self, optimizer: Gradients, max_norm: float, hold: Tensor | None = None) -> Tensor:
         """Clip to a global norm: `g * min(1, max_norm / norm)` (Pascanu et al., 2013).
 
         A fused optimizer divides within its next step, by `grad_scale`, and its gradients stay as they are
@@ -149,13 +168,36 @@ class Clipper:
         next backward pass, as `zero_grad` does, or clipped again.
 
         Args:
-            optimizer: The raw optimizer, not Lightning's wrapper.
+            optimizer: One; or parameters, as an iterable or a single one, whose gradients are scaled here.
             max_norm: More than 0; `inf` clips nothing.
-            hold: 0-d float32, 1 where the next step must change nothing, else 0. Only where `can_hold`.
+            hold: 0-d float32, 1 where the next step must change nothing, else 0. Only for an optimizer that
+                `can_hold`.
 
         Returns:
             The coefficient, 0-d float64 (float32 on devices without it).
+
+        Raises:
+            UserError: If it is neither, or there is no parameter.
+            ValueError: If what is given cannot be held.
         """
+        owner = _owner(optimizer)
+        if isinstance(owner, Optimizer):
+            coefficient = self._clip_optimizer(owner, max_norm, hold)
+        elif hold is None:
+            coefficient = self._clip_parameters(owner, max_norm)
+        else:
+            raise ValueError("parameters have no step that can be held; give their optimizer")
+        return coefficient
+
+    def _clip_parameters(self, parameters: list[Tensor], max_norm: float) -> Tensor:
+        norm = gradient_norm(parameters, self._squared_norms)
+        if max_norm == math.inf:
+            return torch.ones_like(norm.total)
+        coefficient, *_ = self._figures(norm, max_norm)
+        self._scale(_present(parameters), coefficient)
+        return coefficient
+
+    def _clip_optimizer(self, optimizer: Optimizer, max_norm: float, hold: Tensor | None) -> Tensor:
         if hold is None:
             hold = self._hold_of(optimizer)  # a second clip does not lift the hold of the first
         self._unfold(optimizer)
@@ -179,7 +221,7 @@ class Clipper:
         if can_fold(optimizer):
             self._fold(optimizer, divisor, None if hold is None else torch.maximum(hold, overflow))
         else:
-            self._scale(optimizer, coefficient)
+            self._scale(_gradients(optimizer), coefficient)
         return coefficient
 
     def scale_now(self, optimizer: Optimizer) -> None:
@@ -188,7 +230,7 @@ class Clipper:
         hold = self._hold_of(optimizer)
         self._unfold(optimizer)
         if divisor is not None:
-            self._scale(optimizer, 1.0 / divisor.double())
+            self._scale(_gradients(optimizer), 1.0 / divisor.double())
         if hold is not None:
             self.gradient_norm(optimizer)
             self._fold(optimizer, None, hold)
@@ -213,7 +255,7 @@ class Clipper:
         if can_fold(optimizer) and value / max_norm <= LARGEST:
             self._fold(optimizer, torch.tensor(value / max_norm, dtype=torch.float32), None)
         else:
-            self._scale(optimizer, result)
+            self._scale(_gradients(optimizer), result)
         return result
 
     def _figures(self, norm: GradientNorm, max_norm: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,9 +282,9 @@ class Clipper:
         return torch.stack([parts[place] for place in range(len(tensors))])
 
     @torch.no_grad()
-    def _scale(self, optimizer: Optimizer, coefficient: Tensor) -> None:
+    def _scale(self, gradients: list[Tensor], coefficient: Tensor) -> None:
         # a sparse gradient must be written to itself: a detached one would take the values alone
-        tensors = [local_gradient(gradient) for gradient in _gradients(optimizer)]
+        tensors = [local_gradient(gradient) for gradient in gradients]
         for places, is_supported in self._groups(tensors):
             group = [tensors[place] for place in places]
             factor = coefficient.to(group[0].device)
@@ -334,8 +376,40 @@ def can_fold(optimizer: Optimizer) -> bool:
     )
 
 
+def _owner(gradients: Gradients) -> Optimizer | list[Tensor]:
+    """Return the raw optimizer, or the parameters each once."""
+    if isinstance(gradients, LightningOptimizer):
+        return gradients.optimizer
+    if isinstance(gradients, Optimizer):
+        return gradients
+    try:
+        parameters = [gradients] if isinstance(gradients, Tensor) else list(gradients)
+    except TypeError:
+        raise _unwanted(gradients) from None
+    for each in cast("list[Any]", parameters):
+        if not isinstance(each, Tensor):
+            raise _unwanted(each, f" in a {type(gradients).__name__}")
+    if not parameters:
+        raise UserError(
+            f"there is no parameter in this {type(gradients).__name__}; a generator such as "
+            "module.parameters() can be read only once: call it again, or keep a list of it"
+        )
+    return distinct(parameters)
+
+
+def _unwanted(given: object, place: str = "") -> UserError:
+    return UserError(
+        "wanted an optimizer or parameters (an iterable of tensors, such as module.parameters(), or a single "
+        f"tensor), got a {type(given).__name__}{place}"
+    )
+
+
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    return [each.grad for each in optimizer_parameters(optimizer) if each.grad is not None]
+    return _present(optimizer_parameters(optimizer))
+
+
+def _present(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [each.grad for each in parameters if each.grad is not None]
 
 
 def _is_dense(tensor: Tensor) -> bool:

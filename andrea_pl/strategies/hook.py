@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from andrea_callbacks.gradients import GradientNorm
-from andrea_pl.optim.clipping import Clipper, ClipperKind
+from andrea_pl.optim.clipping import Clipper, ClipperKind, Gradients
 
 
 class ClipHook(Strategy):
@@ -39,13 +39,13 @@ class ClipHook(Strategy):
             "import lightning.pytorch as pl>"
         )
 
-    def gradient_norm(self, optimizer: Optimizer) -> GradientNorm:
-        """Return norms and non-finite counts of an optimizer's gradients; see `Clipper.gradient_norm`."""
-        return self.clipper.gradient_norm(_raw(optimizer))
+    def gradient_norm(self, optimizer: Gradients) -> GradientNorm:
+        """Return norms and non-finite counts of gradients; see `Clipper.gradient_norm`."""
+        return self.clipper.gradient_norm(optimizer)
 
-    def clip_gradients(self, optimizer: Optimizer, max_norm: float, hold: Tensor | None = None) -> Tensor:
-        """Clip an optimizer's gradients and return the coefficient; see `Clipper.clip_gradients`."""
-        return self.clipper.clip_gradients(_raw(optimizer), max_norm, hold)
+    def clip_gradients(self, optimizer: Gradients, max_norm: float, hold: Tensor | None = None) -> Tensor:
+        """Clip gradients and return the coefficient; see `Clipper.clip_gradients`."""
+        return self.clipper.clip_gradients(optimizer, max_norm, hold)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -69,7 +69,8 @@ class UpdateProgressBar(TQDMProgressBar):
             shown["loss"] = f"{float(report['loss']):.3f}"
         if report.get("grad_norm") is not None:
             shown["norm"] = f"{float(report['grad_norm']):.2f}"
-        shown["lr"] = f"{report['lr']:.1e}"
+        if report.get("lr") is not None:
+            shown["lr"] = f"{report['lr']:.1e}"
         shown["tokens/s"] = f"{self._rate:,.0f}"
         if report["skipped"]:
             shown["skipped"] = report["skipped"]

@@ -113,7 +113,7 @@ class EpochSummary(ReportCallback):
         if report["outcome"] != "applied":
             return
         self._reports.append((report["loss"], report["tokens"]))
-        self._norm, self._lr = report["grad_norm"], report["lr"]
+        self._norm, self._lr = report["grad_norm"], report.get("lr", float("nan"))
         if len(self._reports) >= 100:
             self._add_up()
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 from andrea_callbacks.gradients import optimizer_parameters
@@ -352,3 +353,78 @@ def test_nothing_to_measure() -> None:
     assert float(norm.total) == 0.0
     assert norm.parameters == ()
     assert float(Clipper("extension").clip_gradients(sgd(None), 1.0)) == 1.0
+
+
+def some_parameters() -> list[nn.Parameter]:
+    return [parameter(torch.tensor([3.0])), parameter(torch.tensor([0.0, 4.0])), parameter(None)]
+
+
+ITERABLES = {
+    "generator": lambda parameters: (each for each in parameters),
+    "list": list,
+    "tuple": tuple,
+    "ParameterList": nn.ParameterList,
+    "dict values": lambda parameters: dict(enumerate(parameters)).values(),
+    "twice the same": lambda parameters: [*parameters, *parameters],
+}
+
+
+@KINDS
+@pytest.mark.parametrize("name", ITERABLES)
+def test_any_iterable_of_parameters(name: str, kind: Any) -> None:
+    """A generator was an AttributeError; gradients 3 and 4 have norm 5 and are clipped to 1."""
+    clipper = Clipper(kind)
+    parameters = some_parameters()
+    assert float(clipper.gradient_norm(ITERABLES[name](parameters)).total) == pytest.approx(5.0)
+    coefficient = clipper.clip_gradients(ITERABLES[name](parameters), 1.0)
+    assert float(coefficient) == pytest.approx(0.2)
+    assert parameters[0].grad.tolist() == pytest.approx([0.6])
+    assert parameters[1].grad.tolist() == pytest.approx([0.0, 0.8])
+    assert float(clipper.clip_gradients(ITERABLES[name](parameters), math.inf)) == 1.0
+
+
+@KINDS
+def test_a_single_parameter(kind: Any) -> None:
+    """One tensor is one parameter, and not an iterable of its rows."""
+    one = parameter(torch.tensor([3.0, 4.0]))
+    assert float(Clipper(kind).gradient_norm(one).total) == pytest.approx(5.0)
+    Clipper(kind).clip_gradients(one, 2.5)
+    assert one.grad.tolist() == pytest.approx([1.5, 2.0])
+
+
+def test_parameters_whose_norm_is_not_finite_are_left_alone() -> None:
+    one = parameter(torch.tensor([3.0, math.inf]))
+    assert float(Clipper("torch").clip_gradients([one], 1.0)) == 1.0
+    assert one.grad.tolist() == [3.0, math.inf]
+
+
+def test_lightning_s_wrapper_of_an_optimizer() -> None:
+    optimizer = sgd(torch.tensor([3.0, 4.0]), fused=True)
+    wrapped = LightningOptimizer(optimizer)
+    clipper = Clipper("torch")
+    assert clipper.gradient_norm(wrapped) is clipper.gradient_norm(optimizer)
+    clipper.clip_gradients(wrapped, 1.0)
+    optimizer.step()
+    assert weights(optimizer)[0].tolist() == pytest.approx([-0.6, -0.8])
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: iter(()), "no parameter in this tuple_iterator; a generator"),
+        (list, "no parameter in this list"),
+        (lambda: 3, "wanted an optimizer or parameters .* got a int"),
+        (lambda: nn.Linear(1, 1), r"module\.parameters\(\).* got a Linear"),
+        (lambda: nn.Linear(1, 1).named_parameters(), "got a tuple in a generator"),
+        (lambda: [{"params": []}], "got a dict in a list"),
+    ],
+)
+def test_what_is_neither_is_refused(build: Any, message: str) -> None:
+    for method in (Clipper("torch").gradient_norm, lambda each: Clipper("torch").clip_gradients(each, 1.0)):
+        with pytest.raises(UserError, match=message):
+            method(build())
+
+
+def test_parameters_cannot_be_held() -> None:
+    with pytest.raises(ValueError, match="no step that can be held"):
+        Clipper("torch").clip_gradients(some_parameters(), 1.0, torch.ones(()))

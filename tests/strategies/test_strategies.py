@@ -244,7 +244,7 @@ class TestAfterABadUpdate:
         with pytest.raises(NonFiniteError):
             fit_all(module, [window(A, B), Window([(torch.tensor(B), NAN)])], "torch", "16-mixed")
         fit_all(module, [window(A, B), window(A)], "torch", "16-mixed")
-        assert module.updates_applied == 3
+        assert (module.updates_applied, module.updates_skipped) == (2, 0)
 
     @pytest.mark.parametrize("fused", [False, True])
     @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -435,3 +435,13 @@ def test_weights_do_not_depend_on_watching() -> None:
 
 def test_a_stock_strategy_has_no_hook() -> None:
     assert not hasattr(SingleDeviceStrategy("cpu"), "gradient_norm")
+
+
+def test_parameters_instead_of_an_optimizer() -> None:
+    """The strategy's hook takes what its clipper takes: a generator, here."""
+    layer = torch.nn.Linear(2, 1, bias=False)
+    layer.weight.grad = torch.tensor([[3.0, 4.0]])
+    strategy = ClipSingleDeviceStrategy("torch")
+    assert float(strategy.gradient_norm(layer.parameters()).total) == 5.0
+    strategy.clip_gradients(layer.parameters(), 1.0)
+    assert layer.weight.grad.tolist() == [[pytest.approx(0.6), pytest.approx(0.8)]]
