@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
@@ -160,6 +161,7 @@ class ScheduleClock:
                 f"super().setup(stage) in {type(trainer.lightning_module).__name__}.setup to have it honoured"
             )
             configs[0].interval = "step"
+        _warn_of_averaging(trainer)
         for config, watch in zip(configs, self._watches or [], strict=False):
             config.monitor, config.strict = watch.monitor, watch.strict
             config.reduce_on_plateau = watch.monitor is not None
@@ -227,6 +229,19 @@ def _miss_metric(trainer: pl.Trainer, config: LRSchedulerConfig) -> None:
     if config.strict:
         raise UserError(f'{message}. Log it by self.log, or set "strict": False to pass over such epochs')
     rank_zero_warn(f"{message}; the rate stays")
+
+
+def _warn_of_averaging(trainer: pl.Trainer) -> None:
+    """Say where Lightning resumes the schedule of StochasticWeightAveraging an epoch late."""
+    if cast(Any, trainer.fit_loop).restarted_mid_epoch and any(
+        isinstance(each, StochasticWeightAveraging) and cast(Any, each)._scheduler_state is not None
+        for each in cast("list[Any]", cast(Any, trainer).callbacks)
+    ):
+        rank_zero_warn(
+            "StochasticWeightAveraging is resumed within an epoch, and Lightning builds its schedule again "
+            "at the next one only: annealing will be an epoch late; resume from a checkpoint of an epoch's "
+            "end"
+        )
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -70,10 +71,10 @@ def compiled(kind: str, backend: Any, **options: Any) -> tuple[Any, LanguageModu
     return module, module
 
 
-def train(given: Any, updates: int = 3, path: Path | None = None, **options: Any) -> Any:
-    windows = [Window([tokens(), tokens()])] * updates
+def train(given: Any, **options: Any) -> Any:
+    windows = [Window([tokens(), tokens()])] * 3
     trainer = build_trainer(**options)
-    trainer.fit(given, ListLoader(windows), ListLoader([tokens()]), ckpt_path=path)
+    trainer.fit(given, ListLoader(windows), ListLoader([tokens()]))
     return trainer
 
 
@@ -107,11 +108,12 @@ def test_training_alone_is_compiled(kind: str, backend: Counting) -> None:
     assert backend.has("scaled_dot_product_attention")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["module", "wrapped"])
 def test_checkpoints_have_plain_names(kind: str, backend: Counting, tmp_path: Path) -> None:
     """Lightning#20233: `_orig_mod.` in no checkpoint, whatever wrote it."""
     given, module = compiled(kind, backend)
-    trainer = train(given)
+    trainer = build_trainer()
+    trainer.fit(given, ListLoader([tokens()]))
     trainer.save_checkpoint(tmp_path / "kept.ckpt")
     state = torch.load(tmp_path / "kept.ckpt", weights_only=True)["state_dict"]
     assert list(state) == list(language().state_dict())
@@ -120,24 +122,25 @@ def test_checkpoints_have_plain_names(kind: str, backend: Counting, tmp_path: Pa
         assert torch.equal(parameter, loaded.get_parameter(name))
 
 
-@pytest.mark.parametrize(
-    ("wrote", "reads"), [("wrapped", "plain"), ("plain", "wrapped"), ("module", "wrapped")]
-)
+@pytest.mark.parametrize(("wrote", "reads"), [("wrapped", "plain"), ("plain", "wrapped")])
 def test_resume_from_one_kind_to_another(wrote: str, reads: str, backend: Counting, tmp_path: Path) -> None:
-    straight, _ = compiled("plain", backend)
-    train(straight, 4)
-    given, module = compiled(wrote, backend)
-    trainer = build_trainer(max_steps=2, max_epochs=1)
-    trainer.fit_loop.epoch_loop.max_steps = 2
-    windows = ListLoader([Window([tokens(), tokens()])] * 4)
-    module._count_updates = lambda: 4  # type: ignore[method-assign]  # the length of the whole run
-    trainer.fit(given, windows)
-    trainer.save_checkpoint(tmp_path / "two.ckpt")
-    resumed, module = compiled(reads, backend)
-    train(resumed, 4, tmp_path / "two.ckpt")
-    assert module.updates_applied == 4
-    for name, parameter in straight.named_parameters():
-        torch.testing.assert_close(module.get_parameter(name), parameter)
+    """The resumed run is that of a module that was never compiled."""
+
+    def fit(kind: str, path: Path | None = None) -> LanguageModule:
+        class Saves(pl.Callback):
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                if path is None and trainer.global_step == 2:
+                    trainer.save_checkpoint(tmp_path / f"{kind}.ckpt")
+
+        given, module = compiled(kind, backend)
+        build_trainer(callbacks=[Saves()]).fit(given, ListLoader([tokens()] * 4), ckpt_path=path)
+        return module
+
+    ends = [fit(wrote), fit(reads, tmp_path / f"{wrote}.ckpt"), fit("plain")]
+    assert [module.updates_applied for module in ends] == [4, 4, 4]
+    for name, parameter in ends[2].named_parameters():
+        for module in ends[:2]:
+            torch.testing.assert_close(module.get_parameter(name), parameter)
 
 
 @pytest.mark.parametrize("reads", ["plain", "wrapped"])

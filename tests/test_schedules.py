@@ -27,6 +27,7 @@ import andrea_pl.update
 from andrea_callbacks import EpochSummary, RunJournal, TensorBoardLayout, UpdateProgressBar
 from andrea_pl import ClipSingleDeviceStrategy, LanguageModule, TransformerConfig, UserError, Window
 from andrea_pl.optim import build_optimizer, build_scheduler
+from andrea_pl.optim.rates import change_base_rate
 from andrea_pl.optim.schedules import FactorLR
 from toy import ListLoader, RowLogger, ToyU, build_trainer, fit, window
 
@@ -72,14 +73,16 @@ class Rates(pl.Callback):
 
 
 class Saves(pl.Callback):
-    """Saves after every update, or in another hook."""
+    """Saves after every update, or after one of them, or in another hook."""
 
-    def __init__(self, folder: Path, hook: str = "on_train_batch_end") -> None:
+    def __init__(self, folder: Path, hook: str = "on_train_batch_end", at: int | None = None) -> None:
         self.folder = folder
+        self.at = at
         setattr(self, hook, self.save)
 
     def save(self, trainer: Any, *_: Any, **__: Any) -> None:
-        trainer.save_checkpoint(self.folder / f"step={trainer.global_step}.ckpt")
+        if self.at in (None, trainer.global_step):
+            trainer.save_checkpoint(self.folder / f"step={trainer.global_step}.ckpt")
 
 
 def rates(
@@ -359,6 +362,20 @@ class TestAveraging:
         for here, there in zip(again.parameters(), module.parameters(), strict=True):
             assert torch.equal(here, there)
 
+    @pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch")
+    def test_resume_within_an_epoch_of_averaging(self, tmp_path: Path) -> None:
+        """Lightning rebuilds its schedule at the next epoch, and no sooner; that is said."""
+
+        def run(path: Path | None = None) -> list[float]:
+            averaging = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=2, annealing_epochs=2)
+            callbacks = [averaging, Saves(tmp_path)]
+            return rates(language(lr=1e-2), [tokens()] * 2, path, callbacks=callbacks, max_epochs=4)
+
+        straight = run()
+        assert run(tmp_path / "step=1.ckpt") == pytest.approx(straight[1:]), "before it began"
+        with pytest.warns(UserWarning, match="annealing will be an epoch late; resume from .* epoch's end"):
+            assert run(tmp_path / "step=3.ckpt")[0] == pytest.approx(straight[3])
+
 
 class Warming(LanguageModule):
     """A model with the default cosine and a warm-up, for a command line that gives other things."""
@@ -456,7 +473,8 @@ LINEAR = {
     "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 12),
     "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 5),
 }
-OTHERS = {
+OTHERS: dict[str, Any] = {
+    "ReduceLROnPlateau": schedulers.ReduceLROnPlateau,
     "OneCycleLR": lambda o: schedulers.OneCycleLR(o, max_lr=0.01, total_steps=24),
     "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.001, 0.01, 4, cycle_momentum=False),
     "SequentialLR": lambda o: schedulers.SequentialLR(
@@ -475,18 +493,42 @@ class TestChangedRate:
     ) -> list[float]:
         build = optimizer or (lambda p, lr=lr: torch.optim.SGD(p, lr=lr))
         module = language(optimizer=build, schedule=schedule)
-        saving = Saves(folder)
+        saving = Saves(folder, at=7)
         return rates(module, [tokens()] * 10, path, callbacks=[saving], max_steps=10)
 
-    @pytest.mark.parametrize("name", LINEAR)
+    @pytest.mark.parametrize("name", ["cosine", "LambdaLR", "StepLR"])
     def test_a_linear_schedule_follows(self, name: str, tmp_path: Path) -> None:
         straight = self.run(tmp_path / "a", 1e-2, LINEAR[name])
-        doubled = self.run(tmp_path / "b", 2e-2, LINEAR[name])
         resumed = self.run(tmp_path / "c", 2e-2, LINEAR[name], tmp_path / "a" / "step=7.ckpt")
-        assert doubled == pytest.approx([2 * each for each in straight])
-        assert resumed == pytest.approx(doubled[7:], rel=1e-9)
+        assert resumed == pytest.approx([2 * each for each in straight[7:]], rel=1e-9)
 
-    @pytest.mark.parametrize("name", OTHERS)
+    @pytest.mark.parametrize("name", sorted(LINEAR.keys() - {"cosine"}))
+    def test_all_that_are_linear(self, name: str) -> None:
+        """The rates from here on are twice those of the base rate before, at every later step."""
+        optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-2) for _ in range(2)]
+        pair = [LINEAR[name](optimizer) for optimizer in optimizers]
+
+        def step() -> list[float]:
+            for optimizer, scheduler in zip(optimizers, pair, strict=True):
+                optimizer.step()
+                scheduler.step()
+            return [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+
+        for _ in range(3):
+            step()
+        change_base_rate(optimizers[1], pair[1], 0, 1e-2, 2e-2)
+        assert pair[1].get_last_lr() == [optimizers[1].param_groups[0]["lr"]]
+        for _ in range(8):
+            single, doubled = step()
+            assert doubled == pytest.approx(2 * single, rel=1e-9)
+
+    @pytest.mark.parametrize("name", sorted(OTHERS))
+    def test_all_others(self, name: str) -> None:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-2)
+        with pytest.raises(UserError, match=f"lr 0.01 and this run has lr 0.02, which {name} cannot follow"):
+            change_base_rate(optimizer, OTHERS[name](optimizer), 0, 1e-2, 2e-2)
+
+    @pytest.mark.parametrize("name", ["OneCycleLR", "SequentialLR"])
     def test_any_other_stops_before_the_first_update(self, name: str, tmp_path: Path) -> None:
         """OneCycleLR went on at 0.0199, SequentialLR by an AttributeError."""
         straight = self.run(tmp_path / "a", 1e-2, OTHERS[name])
@@ -506,7 +548,7 @@ class TestChangedRate:
         assert resumed == straight[7:]
         assert resumed[0] == pytest.approx(0.00994, abs=1e-5)
 
-    @pytest.mark.parametrize("name", ["cosine", "LambdaLR", "StepLR", "CosineAnnealingLR"])
+    @pytest.mark.parametrize("name", ["cosine", "LambdaLR", "StepLR"])
     def test_from_a_rate_of_zero(self, name: str, tmp_path: Path) -> None:
         """There is no factor in a rate of 0; it comes from the schedule."""
         wanted = self.run(tmp_path / "a", 1e-2, LINEAR[name])
