@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from andrea_callbacks.gradient_watch import clip_begins, clip_ends
+from andrea_callbacks.gradient_watch import clip_begins, clip_ends, clip_is_planned
 from andrea_callbacks.gradients import (
     GradientMoment,
     GradientNorm,
@@ -190,11 +190,13 @@ class Clipper:
         return coefficient
 
     def _clip_parameters(self, parameters: list[Tensor], max_norm: float) -> Tensor:
-        norm = gradient_norm(parameters, self._squared_norms)
+        norm, gradients = gradient_norm(parameters, self._squared_norms), _present(parameters)
         if max_norm == math.inf:
             return torch.ones_like(norm.total)
+        clip_begins(gradients)
         coefficient, *_ = self._figures(norm, max_norm)
-        self._scale(_present(parameters), coefficient)
+        self._scale(gradients, coefficient)
+        clip_ends(gradients, max_norm)
         return coefficient
 
     def _clip_optimizer(self, optimizer: Optimizer, max_norm: float, hold: Tensor | None) -> Tensor:
@@ -205,10 +207,10 @@ class Clipper:
         if hold is not None and not can_hold(optimizer):
             raise ValueError(f"{type(optimizer).__name__} cannot be held by a device now; see can_hold")
         if max_norm < math.inf:
-            clip_begins(optimizer)
+            clip_begins(_gradients(optimizer))
         coefficient = self._clip(optimizer, norm, max_norm, hold)
         if max_norm < math.inf:
-            clip_ends(optimizer, max_norm, norm.total * coefficient)
+            clip_is_planned(optimizer, max_norm, norm.total * coefficient)
         return coefficient
 
     def _clip(self, optimizer: Optimizer, norm: GradientNorm, max_norm: float, hold: Tensor | None) -> Tensor:

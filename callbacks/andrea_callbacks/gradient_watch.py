@@ -7,7 +7,8 @@
                              they do not fit the mark: something else changed them, and their norm is lost
 
 A clip is one of torch's functions, whoever calls it and however it was imported, or a strategy's own
-(`clip_begins`, `clip_ends`). torch's functions are wrapped while a watched fit runs, and at no other time.
+(`clip_begins`, `clip_ends`, `clip_is_planned`). torch's functions are wrapped while a watched fit runs, and
+at no other time.
 """
 
 import threading
@@ -180,7 +181,7 @@ class GradientWatch:
                 is_whole = own <= changed
                 self._note(optimizer, threshold if is_whole else None, is_uniform and is_whole)
 
-    def clip_ends(self, optimizer: Optimizer, threshold: float, norm: Tensor) -> None:
+    def clip_is_planned(self, optimizer: Optimizer, threshold: float, norm: Tensor) -> None:
         """Note a strategy's clip, which may be applied only within the step, and the norm that is left."""
         trainer = self._trainer()
         if trainer is not None and any(each is optimizer for each in self._optimizers()):
@@ -348,13 +349,19 @@ def update_gradient(trainer: pl.Trainer, optimizer: Optimizer) -> UpdateGradient
     return UpdateGradient(norm=measured_norm(trainer, optimizer), scale=remaining_scale(trainer, optimizer))
 
 
-def clip_begins(optimizer: Optimizer) -> None:
-    """Let callbacks know that a strategy is about to clip an optimizer's gradients."""
+def clip_begins(gradients: list[Tensor]) -> None:
+    """Let callbacks know that a strategy is about to clip gradients."""
     if _watches:
-        _tell("change_begins", list(_gradients(optimizer).values()))
+        _tell("change_begins", gradients)
 
 
-def clip_ends(optimizer: Optimizer, threshold: float, norm: Tensor) -> None:
+def clip_ends(gradients: list[Tensor], threshold: float) -> None:
+    """Let callbacks know that a strategy has clipped gradients to a global L2 norm."""
+    if _watches:
+        _tell("change_ends", gradients, threshold, True)
+
+
+def clip_is_planned(optimizer: Optimizer, threshold: float, norm: Tensor) -> None:
     """Let callbacks know that a strategy has clipped an optimizer's gradients, or will within the step.
 
     Args:
@@ -363,7 +370,7 @@ def clip_ends(optimizer: Optimizer, threshold: float, norm: Tensor) -> None:
         norm: Norm that is left, 0-d, in the unit of the gradients.
     """
     if _watches:
-        _tell("clip_ends", optimizer, threshold, norm)
+        _tell("clip_is_planned", optimizer, threshold, norm)
 
 
 @contextmanager

@@ -119,6 +119,14 @@ def by_logging_first(module: Manual, optimizer: Any) -> None:
     clip_grad_norm_(module.parameters(), 0.5)
 
 
+def by_strategy(module: Manual, optimizer: Any) -> None:
+    module.trainer.strategy.clip_gradients(optimizer, 0.5)  # type: ignore[attr-defined]
+
+
+def by_strategy_of_parameters(module: Manual, optimizer: Any) -> None:
+    module.trainer.strategy.clip_gradients(module.parameters(), 0.5)  # type: ignore[attr-defined]
+
+
 CLIPS: dict[Clip, float | None] = {  # and the threshold of the global norm
     by_lightning: 0.5,
     by_torch: 0.5,
@@ -130,6 +138,8 @@ CLIPS: dict[Clip, float | None] = {  # and the threshold of the global norm
     by_value_early: None,
     by_lightning_by_value: None,
     by_logging_first: 0.5,
+    by_strategy: 0.5,
+    by_strategy_of_parameters: 0.5,
 }
 
 
@@ -156,6 +166,7 @@ def right_norms() -> list[float]:
 BOTH = (False, True)
 OWN_CLIPS = [(clip, strategy, fused) for clip in CLIPS for strategy in BOTH for fused in BOTH]
 REFUSED = [(clip, False, True) for clip in (by_lightning, by_lightning_by_value)]  # by Lightning itself
+REFUSED += [(clip, False, fused) for clip in (by_strategy, by_strategy_of_parameters) for fused in BOTH]
 
 
 @pytest.mark.parametrize(("clip", "strategy", "fused"), [each for each in OWN_CLIPS if each not in REFUSED])
