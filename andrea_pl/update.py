@@ -46,6 +46,7 @@ from andrea_pl.compiled import compile_like, match_wrappers, plain_name, strip_w
 from andrea_pl.data.windows import Window, WindowLoader
 from andrea_pl.errors import UserError
 from andrea_pl.optim.clipping import Clipper, can_hold
+from andrea_pl.optim.schedules import FactorLR
 from andrea_pl.ranks import compare_lengths, is_last_window, unequal_windows
 from andrea_pl.scheduling import ScheduleClock, epochs_over, needs_closure
 from andrea_pl.strategies.synchronization import only_last_synchronizes
@@ -179,6 +180,7 @@ class TokenWeightedModule(pl.LightningModule):
         tokens = self._count_window(window, batch_idx)
         loss_sum, micro_losses, sources = self._accumulate(window, tokens)
         self.settle_update()
+        self._take_new_groups()
         attempt = self._attempt = Attempt(
             number=self.trainer.global_step + 1,
             lr=_current_lr(optimizer.optimizer),
@@ -611,6 +613,12 @@ class TokenWeightedModule(pl.LightningModule):
                     f"{FALLING_SCALE_UPDATES} overflows in a row; check the learning rate, or use bf16-mixed"
                 )
         return None
+
+    def _take_new_groups(self) -> None:
+        """Have parameter groups that were added since the last update follow the schedule."""
+        for config in self.trainer.lr_scheduler_configs:
+            if isinstance(config.scheduler, FactorLR):
+                config.scheduler.take_new_groups()
 
     def _step_scheduler(self, attempt: Attempt) -> None:
         """Move the schedule if it is due and weights changed, or if that is likely and not known yet."""

@@ -44,8 +44,9 @@ def check_schedule(total_updates: int, warmup_updates: int, floor: float = 0.0) 
 class FactorLR(LambdaLR):
     """Sets the rate of every parameter group to one factor of its base rate.
 
-    A group that is added later follows too: its first update takes its own `lr`, which is its base rate, and
-    the next one the factor of it.
+    A group that is added later follows too: its own `lr` is its base rate. `take_new_groups` gives it the
+    factor before its first update, as `TokenWeightedModule` does; elsewhere it follows from its second update
+    on.
 
     Args:
         optimizer: Its groups' rates are the base rates.
@@ -66,11 +67,21 @@ class FactorLR(LambdaLR):
     @override
     def get_lr(self) -> list[float | Tensor]:
         """Return the next rate of every group, those added since the last move included."""
+        self._learn_base_rates()
+        return super().get_lr()
+
+    def take_new_groups(self) -> None:
+        """Set the rates of groups that were added since the last move to the factor of this moment."""
+        known = len(self.base_lrs)
+        self._learn_base_rates()
+        for group, base in zip(self.optimizer.param_groups[known:], self.base_lrs[known:], strict=True):
+            set_rate(group, base * self.lr_lambdas[0](self.last_epoch))
+
+    def _learn_base_rates(self) -> None:
         for group in self.optimizer.param_groups[len(self.base_lrs) :]:
             lr = group["lr"]
             self.base_lrs.append(group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr))
         self._spread_factor()
-        return super().get_lr()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
