@@ -9,8 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from andrea_pl import TextSource, UserError
+from andrea_pl.data import python_text
 from andrea_pl.data.documents import Problems
 from andrea_pl.data.python_text import python_documents
+from andrea_pl.data.records import Document
 
 
 def read(paths: Any, policy: Any = "raise", **options: Any) -> tuple[list[str], list[str]]:
@@ -146,8 +148,15 @@ def test_refused_sources(options: Any, message: str) -> None:
         TextSource(**options)
 
 
-def test_python_source_has_three_natures() -> None:
-    questions = python_documents("docstrings")
+@pytest.fixture(scope="module")
+def questions() -> tuple[Document, ...]:
+    """The docstrings of the standard library, which takes seconds to parse."""
+    return python_documents("docstrings")
+
+
+def test_python_source_has_three_natures(
+    questions: tuple[Document, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert len(questions) > 3000
     assert all(document.text.startswith("Question: What is ") for document in questions)
     assert any("What is json.dumps?" in document.text for document in questions)
@@ -156,14 +165,15 @@ def test_python_source_has_three_natures() -> None:
     assert sum(len(document.text) for document in prose) > 300_000
     lists = python_documents("readmes")
     assert any(document.origin.startswith("README of torch ") for document in lists)
-    assert len(python_documents("all")) == len(questions) + len(prose) + len(lists)
+    monkeypatch.setattr(python_text, "_docstrings", lambda: iter(questions))
+    assert python_documents("all") == (*questions, *prose, *lists)
     assert all(document.line >= 1 for document in questions)
 
 
-def test_a_docstring_under_two_names_is_one_content() -> None:
+def test_a_docstring_under_two_names_is_one_content(questions: tuple[Document, ...]) -> None:
     """The question is ours; what is held out must not be trained on under another name."""
     by_content: dict[bytes, set[str]] = {}
-    for document in python_documents("docstrings"):
+    for document in questions:
         assert document.content.decode() in document.text
         by_content.setdefault(document.content, set()).add(document.text)
     assert any(len(texts) > 1 for texts in by_content.values())
