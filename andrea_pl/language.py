@@ -296,6 +296,7 @@ class LanguageModule(TokenWeightedModule):
         groups = len(self._source_names) + 1 if len(self._source_names) > 1 else 1
         if self.evaluation.groups != groups:
             self.evaluation = TokenMean(groups)
+        self.evaluation.reset()  # of a validation that an exception broke off
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
         if isinstance(tokenizer, TextTokenizer):
             self._adopt_tokenizer(tokenizer)

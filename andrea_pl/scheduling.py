@@ -147,7 +147,7 @@ class ScheduleClock:
         """Complete Lightning's settings, and make the moves of epochs that ended after the last checkpoint.
 
         Raises:
-            UserError: If there are several schedulers.
+            UserError: If there are several schedulers, or one that moves by an unknown metric.
         """
         configs = trainer.lr_scheduler_configs
         if len(configs) > 1:
@@ -165,6 +165,12 @@ class ScheduleClock:
         for config, watch in zip(configs, self._watches or [], strict=False):
             config.monitor, config.strict = watch.monitor, watch.strict
             config.reduce_on_plateau = watch.monitor is not None
+        for config in configs:
+            if isinstance(config.scheduler, ReduceLROnPlateau) and config.monitor is None:
+                raise UserError(
+                    "ReduceLROnPlateau moves by a metric, and which one is not known here: return it with "
+                    'its "monitor" from configure_optimizers, and call super().setup(stage) in setup'
+                )
         over = epochs_over(trainer)
         restored = over if self._restored_epochs is None else self._restored_epochs
         self._epochs, self._restored_epochs = max(over, restored), None

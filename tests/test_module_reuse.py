@@ -121,6 +121,22 @@ class TestCounters:
         assert rates == pytest.approx([1e-3 * each for each in (1, 0.853553, 0.5, 0.146447)], rel=1e-5)
         assert module.updates_applied == 4
 
+    def test_a_validation_that_broke_off_does_not_count(self) -> None:
+        """Its sums are none of the next run's."""
+
+        class Breaks(pl.Callback):
+            def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+                raise RuntimeError("broken off")
+
+        module = LanguageModule(SHAPE)
+        other = {key: value.flip(0)[:1] for key, value in tokens().items()}
+        with pytest.raises(RuntimeError, match="broken off"):
+            build_trainer(callbacks=[Breaks()]).validate(module, ListLoader([other]), verbose=False)
+        trainer = build_trainer()
+        trainer.validate(module, ListLoader([tokens()]), verbose=False)
+        expected = float(module.sequence_losses(tokens()).detach().sum()) / 8
+        assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(expected, rel=1e-6)
+
     def test_a_module_that_was_trained_can_be_copied(self) -> None:
         module = LanguageModule(SHAPE)
         fit(module, [tokens()] * 2)

@@ -214,6 +214,12 @@ class TestTerms:
         with pytest.warns(UserWarning, match=r"call super\(\)\.setup\(stage\) in Forgets\.setup"):
             found = rates(Forgets(stepping(interval="epoch")), [window(A)] * 3)
         assert found == pytest.approx([1, 0.1, 0.01])
+        with (
+            pytest.warns(UserWarning, match="call super"),
+            pytest.warns(RuntimeWarning, match="the keys will be ignored"),
+            pytest.raises(UserError, match="which one is not known here"),
+        ):
+            rates(Forgets(plateau(monitor="x")), [window(A)])
 
     @pytest.mark.parametrize("saves", ["at batches", "at epochs", "before the module"])
     @pytest.mark.parametrize("bare", [False, True], ids=["", "without ExactResume"])
@@ -239,6 +245,17 @@ class TestTerms:
             resumed = Module(stepping(interval="epoch"))
             found = rates(resumed, [window(A)] * 2, tmp_path / f"step={cut}.ckpt", max_epochs=3)
             assert found == pytest.approx(straight[cut:])
+
+    def test_a_checkpoint_of_an_earlier_version(self, tmp_path: Path) -> None:
+        """It knows of no epochs that moved the schedule, and goes on by the trainer's."""
+        rates(Configured(stepping(interval="epoch")), [window(A)] * 2, callbacks=[Saves(tmp_path, at=2)])
+        kept = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
+        del kept["andrea_updates"]["schedule"]
+        torch.save(kept, tmp_path / "old.ckpt")
+        found = rates(
+            Configured(stepping(interval="epoch")), [window(A)] * 2, tmp_path / "old.ckpt", max_epochs=3
+        )
+        assert found == pytest.approx([0.1, 0.1, 0.01, 0.01])
 
     def test_an_epoch_that_max_steps_breaks_off_does_not_count(self) -> None:
         module = Configured(stepping(interval="epoch"))
