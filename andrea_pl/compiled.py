@@ -21,7 +21,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def plain_name(name: str, prefix: str = "") -> str:
-    """Return the name that a part has without `torch.compile`; what comes before it, `prefix`, stays."""
+    """Return the name that a part has without `torch.compile`; what comes before it, `prefix`, stays.
+
+    A name without the prefix is another module's, and stays too.
+    """
+    if not name.startswith(prefix):
+        return name
     return prefix + f"{name[len(prefix) :]}.".replace(WRAPPER, "")[:-1]
 
 

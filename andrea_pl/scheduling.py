@@ -55,8 +55,8 @@ def read_schedules(returned: Any) -> tuple[Any, list[Watch]]:
         )
     if isinstance(returned, dict):
         found = cast("dict[str, Any]", returned)
-        if "lr_scheduler" not in found:
-            return found, []
+        if found.get("lr_scheduler") is None:
+            return {key: value for key, value in found.items() if key != "lr_scheduler"}, []
         entry, watch = _read_entry(found["lr_scheduler"], found.get("monitor"))
         return {**found, "lr_scheduler": entry}, [watch]
     if not isinstance(returned, list | tuple):
@@ -64,7 +64,7 @@ def read_schedules(returned: Any) -> tuple[Any, list[Watch]]:
     parts: list[Any] = list(cast("list[Any]", returned))
     if len(parts) == 2 and isinstance(parts[0], list):
         listed = cast("list[Any]", parts[1]) if isinstance(parts[1], list) else [parts[1]]
-        entries = [_read_entry(each, None) for each in listed]
+        entries = [_read_entry(each, None) for each in listed if each is not None]
         return (parts[0], [entry for entry, _ in entries]), [watch for _, watch in entries]
     if parts and all(isinstance(each, dict) for each in parts):
         pairs = [read_schedules(each) for each in parts]
@@ -154,6 +154,12 @@ class ScheduleClock:
             raise UserError(
                 f"{type(trainer.lightning_module).__name__} moves one scheduler, and configure_optimizers "
                 f"gave {len(configs)}; use SequentialLR or ChainedScheduler to join them"
+            )
+        if configs and any(group.get("lr") is None for group in trainer.optimizers[0].param_groups):
+            raise UserError(
+                f"{type(trainer.optimizers[0]).__name__} has lr=None and sets its rate itself, so that "
+                f"{type(configs[0].scheduler).__name__} cannot scale it; leave the scheduler out, or give "
+                "the optimizer an lr"
             )
         if self._watches is None and any(config.interval == "epoch" for config in configs):
             rank_zero_warn(

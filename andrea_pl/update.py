@@ -46,6 +46,7 @@ from andrea_pl.compiled import compile_like, match_wrappers, plain_name, strip_w
 from andrea_pl.data.windows import Window, WindowLoader
 from andrea_pl.errors import UserError
 from andrea_pl.optim.clipping import Clipper, can_hold
+from andrea_pl.optim.rates import can_take_new_groups
 from andrea_pl.optim.schedules import FactorLR
 from andrea_pl.ranks import compare_lengths, is_last_window, unequal_windows
 from andrea_pl.scheduling import ScheduleClock, epochs_over, needs_closure
@@ -178,6 +179,8 @@ class TokenWeightedModule(pl.LightningModule):
         optimizer = cast(LightningOptimizer, self.optimizers())
         self._clear_leftovers()
         tokens = self._count_window(window, batch_idx)
+        if self._takes_statistics_only():
+            tokens = 0
         loss_sum, micro_losses, sources = self._accumulate(window, tokens)
         self.settle_update()
         self._take_new_groups()
@@ -480,6 +483,7 @@ class TokenWeightedModule(pl.LightningModule):
         losses: list[Tensor] = []
         loss_sum = compile_like(self, self.loss_sum)
         is_sharded = isinstance(self.trainer.strategy, ModelParallelStrategy)
+        is_for_statistics = self._takes_statistics_only()
         for number, micro_batch in enumerate(window, start=1):
             with only_last_synchronizes(self.trainer.strategy, number == len(window)):
                 loss = loss_sum(micro_batch)
@@ -489,10 +493,10 @@ class TokenWeightedModule(pl.LightningModule):
                         f"{tuple(loss.shape)}; use reduction='sum'"
                     )
                 losses.append(loss.detach())
-                if loss.requires_grad:
+                if loss.requires_grad and not is_for_statistics:
                     self._is_accumulating |= is_sharded and number < len(window)
                     self.manual_backward(loss * scale)
-                elif self.trainer.world_size > 1:
+                elif self.trainer.world_size > 1 and not is_for_statistics:
                     raise UserError(
                         f"loss_sum of micro-batch {number} has no graph, and on several ranks every "
                         "micro-batch must take part in the backward pass; return a sum over no label (0 with "
@@ -614,11 +618,26 @@ class TokenWeightedModule(pl.LightningModule):
                 )
         return None
 
+    def _takes_statistics_only(self) -> bool:
+        """Say whether windows are run for BatchNorm's statistics alone, as in SWA's last epoch."""
+        loop = cast(Any, self.trainer.fit_loop.epoch_loop)
+        return bool(getattr(loop.automatic_optimization, "_skip_backward", False))
+
     def _take_new_groups(self) -> None:
-        """Have parameter groups that were added since the last update follow the schedule."""
+        """Have parameter groups that were added since the last update follow the schedule.
+
+        Raises:
+            UserError: If the scheduler cannot, and would raise out of torch after the weights moved.
+        """
         for config in self.trainer.lr_scheduler_configs:
             if isinstance(config.scheduler, FactorLR):
                 config.scheduler.take_new_groups()
+            elif not can_take_new_groups(config.scheduler):
+                raise UserError(
+                    f"a parameter group was added to the optimizer, which {type(config.scheduler).__name__} "
+                    "cannot follow; use model.schedule=cosine or constant, build_scheduler, or add all "
+                    "groups in configure_optimizers"
+                )
 
     def _step_scheduler(self, attempt: Attempt) -> None:
         """Move the schedule if it is due and weights changed, or if that is likely and not known yet."""

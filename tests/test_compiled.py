@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import nn
 
 from andrea_pl import LanguageModule, NonFiniteError, TransformerConfig, Window
@@ -240,3 +241,31 @@ class TestForward:
         module.network.register_forward_hook(lambda part, given, logits: seen.append(logits.shape))
         module.loss_sum(tokens())
         assert seen == [torch.Size([2, 4, 11])]
+
+
+class TestNames:
+    """The hooks rename what is the module's own, and nothing of a larger module that holds it."""
+
+    def test_within_a_larger_module(self) -> None:
+        larger = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1), ToyU())
+        assert list(larger.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias", "2.b"]
+        larger.load_state_dict(larger.state_dict())
+
+    def test_within_an_average(self) -> None:
+        """Checkpoints under EMAWeightAveraging lost `n_averaged`, and could not be loaded."""
+        averaged = torch.optim.swa_utils.AveragedModel(ToyU())
+        assert set(averaged.state_dict()) == {"n_averaged", "module.b"}
+
+    def test_resume_under_an_average(self, tmp_path: Path) -> None:
+        def run(resume: Path | None, **options: Any) -> Any:
+            saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+            callbacks = [EMAWeightAveraging(decay=0.5), saving]
+            trainer = build_trainer(callbacks=callbacks, enable_checkpointing=True, **options)
+            module = ToyU()
+            trainer.fit(module, ListLoader([window([0])] * 4), ckpt_path=resume)
+            return module.b.detach()
+
+        straight = run(None)
+        stored = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
+        assert list(stored["state_dict"]) == ["b"]
+        assert torch.equal(run(tmp_path / "step=2.ckpt"), straight)

@@ -124,3 +124,16 @@ def test_a_module_with_its_trainer() -> None:
     assert [type(each) for each in again] == [type(each) for each in trainer.callbacks]
     copied = copy.deepcopy(module)
     assert all(map(torch.equal, copied.parameters(), module.parameters()))
+
+
+def test_weights_that_got_no_gradient_are_let_go() -> None:
+    """PreClipNorm keeps such parameters until it has named them."""
+
+    class Unused(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Linear(300, 300)
+
+    made = andrea_callbacks.PreClipNorm()
+    build_trainer(callbacks=[made]).fit(Unused(), DataLoader(TextRows(8), batch_size=4))
+    assert len(pickle.dumps(made)) < 20_000

@@ -6,6 +6,7 @@ Every test that stands for a public report names it.
 import json
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -812,3 +813,75 @@ class TestNoRate:
         build_trainer(callbacks=[journal]).fit(Foreign(), ListLoader([torch.ones(3, 2)] * 2))
         lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
         assert len([line for line in lines if line["kind"] == "update"]) == 2
+
+
+@pytest.mark.parametrize("form", ["dict", "pair"])
+def test_no_scheduler_may_be_written_out(form: str) -> None:
+    class Written(ToyU):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            return {"optimizer": optimizer, "lr_scheduler": None} if form == "dict" else ([optimizer], None)
+
+    _, recorder = fit(Written(), [window(A)])
+    assert recorder.reports[0]["lr"] == 1.0
+
+
+def test_a_scheduler_needs_a_rate() -> None:
+    module = language(optimizer=partial(Adafactor, lr=None), schedule=partial(schedulers.StepLR, step_size=4))
+    with pytest.raises(UserError, match=r"Adafactor has lr=None .* StepLR cannot scale it"):
+        fit(module, [tokens()])
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        partial(schedulers.LambdaLR, lr_lambda=lambda index: 0.5),
+        partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=9),
+        partial(schedulers.CosineAnnealingWarmRestarts, T_0=3),
+    ],
+    ids=["LambdaLR", "OneCycleLR", "CosineAnnealingWarmRestarts"],
+)
+def test_a_scheduler_that_cannot_follow_a_new_group_stops_before_weights_move(schedule: Any) -> None:
+    module = Growing(lr=1e-2, schedule=schedule)
+    before: list[torch.Tensor] = []
+
+    class Keep(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            before[:] = [each.detach().clone() for each in pl_module.parameters()]
+
+    with pytest.raises(UserError, match="a parameter group was added to the optimizer"):
+        fit(module, [tokens()] * 3, callbacks=[Grows(), Keep()])
+    assert all(map(torch.equal, before, module.parameters()))
+
+
+def test_statistics_alone_move_no_weight() -> None:
+    """SWA runs an epoch more for BatchNorm, and gives its average afterwards: updates 13 to 16 trained on."""
+
+    class Normed(ToyU):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(1)
+
+        def loss_sum(self, micro_batch: Any) -> torch.Tensor:
+            values = micro_batch.float()[:, None]
+            return (
+                super().loss_sum(micro_batch) + 0.0 * self.norm(values).sum() + self.norm.bias.square().sum()
+            )
+
+    class Averages(StochasticWeightAveraging):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(pl_module.b.detach().clone())
+            super().on_train_end(trainer, pl_module)
+
+    seen: list[torch.Tensor] = []
+    module = Normed()
+    trainer, recorder = fit(
+        module,
+        [window([0, 1, 1], [0, 0])] * 4,
+        callbacks=[Averages(0.1, swa_epoch_start=1, annealing_epochs=1)],
+        max_epochs=3,
+    )
+    assert [each["outcome"] for each in recorder.reports[12:]] == ["empty"] * 4
+    assert torch.equal(recorder.weights[12], recorder.weights[15])
+    assert torch.equal(seen[0], module.b.detach()) or trainer.global_step == 16
+    assert int(module.norm.num_batches_tracked) > 0

@@ -4,6 +4,7 @@ from typing import Any, cast
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
+    ChainedScheduler,
     ConstantLR,
     CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import (
     MultiStepLR,
     OneCycleLR,
     PolynomialLR,
+    SequentialLR,
     StepLR,
 )
 
@@ -36,6 +38,27 @@ LINEAR = {
 
 ANNEALING = {CosineAnnealingLR, CosineAnnealingWarmRestarts}
 """Schedulers of which the same holds where they end at 0."""
+
+
+SIZED = (
+    LambdaLR,
+    MultiplicativeLR,
+    CosineAnnealingWarmRestarts,
+    OneCycleLR,
+    CyclicLR,
+    SequentialLR,
+    ChainedScheduler,
+)
+"""Schedulers that have something for every parameter group, and raise where a group was added."""
+
+
+def can_take_new_groups(scheduler: Any) -> bool:
+    """Say whether a scheduler can move although a parameter group was added to its optimizer."""
+    known = scheduler
+    while isinstance(known, SequentialLR | ChainedScheduler):
+        known = cast(Any, known)._schedulers[0]
+    count = len(getattr(known, "base_lrs", None) or known.optimizer.param_groups)
+    return count >= len(known.optimizer.param_groups) or not isinstance(scheduler, SIZED)
 
 
 def follows_base_rate(scheduler: Any) -> bool:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from andrea_callbacks.events import RunEvent, publish_event
-from andrea_callbacks.gradient_watch import Clip, UpdateGradient, update_gradient, watch_of
+from andrea_callbacks.gradient_watch import Clip, UpdateGradient, update_gradient
 from andrea_callbacks.gradients import GradientNorm, optimizer_parameters
 from andrea_callbacks.host import widest
 from andrea_callbacks.measuring import automatic_coefficient, clip_threshold
@@ -27,9 +27,6 @@ UNCLIPPED = 1.0 - 1e-6
 
 HARD = 0.5
 """Coefficients under this count as a hard clip: the norm was more than twice what was allowed."""
-
-TINY = 1e-30
-"""Norms under this are taken for it where they divide; float32 holds it."""
 
 LAST = 100
 """Updates over which hard clips are counted."""
@@ -104,7 +101,7 @@ class PreClipNorm(StepCallback):
         self._names: dict[int, str] = {}
         self._lacking: list[tuple[str, Tensor]] = []
         self._due: list[tuple[int, Optimizer]] = []
-        self._open: list[tuple[int, Optimizer, UpdateGradient]] = []
+        self._open: list[tuple[int, bool, UpdateGradient]] = []
         self._has_seen_clip = False
         self._has_warned_of_change = False
         self._doubts: list[tuple[int, Tensor]] = []
@@ -138,6 +135,7 @@ class PreClipNorm(StepCallback):
         count = self.steps.next(trainer, optimizer)
         if count is None:
             return
+        self._record_moves(trainer, optimizer)
         update = trainer.global_step + 1
         due = is_due(count, self.every)
         reports = reports_updates(pl_module)
@@ -148,7 +146,7 @@ class PreClipNorm(StepCallback):
         if gradient.is_altered:
             self._warn_of_change(update)
         elif not reports and gradient.norm.parameters:
-            self._record_gradient(trainer, pl_module, optimizer, update, gradient)
+            self._record_gradient(trainer, pl_module, update, gradient, due)
         if due:
             self._read_doubts()
             self.record(trainer, update, self._parts(trainer, pl_module, optimizer, gradient))
@@ -159,10 +157,15 @@ class PreClipNorm(StepCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record how far the weights moved, and clips that came after the step's hook."""
+        """Record how far the weights moved, and what clips have left."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        self._record_late_clips(trainer)
-        due, self._due = self._due, []
+        self._record_clips(trainer, pl_module)
+        self._record_moves(trainer)
+
+    def _record_moves(self, trainer: pl.Trainer, of: Optimizer | None = None) -> None:
+        """Record how far the weights moved: of one optimizer, which is about to step again, or of all."""
+        due = [each for each in self._due if of is None or each[1] is of]
+        self._due = [each for each in self._due if each not in due]
         for update, optimizer in due:
             change = weight_change(trainer, optimizer, update)
             if change is not None:
@@ -221,52 +224,62 @@ class PreClipNorm(StepCallback):
         """Warn of the last gradients that were changed, and write what there is."""
         self._read_doubts()
         super().on_train_end(trainer, pl_module)
+        self._let_go()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Write what there is, and let go of the module."""
+        super().on_exception(trainer, pl_module, exception)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._lacking.clear()
+        self._names.clear()
+        self._due.clear()
+        self._open.clear()
+        self._doubts.clear()
 
     def _record_gradient(
         self,
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
-        optimizer: Optimizer,
         update: int,
         gradient: UpdateGradient,
+        due: bool,
     ) -> None:
-        """Record the norm of a gradient, and what clips made or will make of it."""
+        """Record the norm of a gradient; what clips leave of it is known when the batch is over."""
         total = gradient.total
         if gradient.doubt is not None:
             self._doubts.append((update, gradient.doubt))
         self.record(trainer, update, {"train/grad_norm": _trusted(total, gradient.doubt)})
-        left = total if gradient.clip is None or gradient.clip.clipped is None else gradient.clip.clipped
-        coming = automatic_coefficient(trainer, pl_module, left)
-        if coming is not None:
-            ours = left / total.clamp(min=TINY) if gradient.clip is not None else torch.ones_like(total)
-            self._record_clip(trainer, update, total, ours * coming, gradient.doubt)
-        elif gradient.clip is not None:
-            self._record_noted_clip(trainer, update, gradient, gradient.clip)
-        elif pl_module.automatic_optimization:
-            gradient.awaits_clip = True
-            self._open.append((update, optimizer, gradient))
-        else:
-            self._record_unclipped(trainer, update, gradient)
+        gradient.awaits_clip = True
+        gradient.expected = clip_threshold(trainer, pl_module)
+        self._open.append((update, due, gradient))
 
-    def _record_late_clips(self, trainer: pl.Trainer) -> None:
-        """Record clips by which `configure_gradient_clipping`, or Lightning by value, changed a gradient."""
-        watch = watch_of(trainer)
+    def _record_clips(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Record what clips have made of gradients, before the step's hook or after it."""
         opened, self._open = self._open, []
-        for update, optimizer, gradient in opened if watch is not None else []:
-            clip = cast(Any, watch).clip_of(optimizer, update)
-            if clip is None:
-                self._record_unclipped(trainer, update, gradient)
-            else:
+        for update, due, gradient in opened:
+            clip, total = gradient.clip, gradient.total
+            coming = automatic_coefficient(trainer, pl_module, total)
+            if clip is not None and clip.clipped is not None:
                 self._record_noted_clip(trainer, update, gradient, clip)
-                if clip.threshold is not None and any(update == due for due, _ in self._due):
+                if due and clip.threshold is not None:
                     self.record(trainer, update, {"train/clip_threshold": clip.threshold})
+            elif coming is not None:
+                self._record_clip(trainer, update, total, coming, gradient.doubt)
+            else:
+                self._record_unclipped(trainer, update, gradient)
 
     def _record_noted_clip(
         self, trainer: pl.Trainer, update: int, gradient: UpdateGradient, clip: Clip
     ) -> None:
         if clip.clipped is not None:
             self._has_seen_clip = True
-            coefficient = (clip.clipped / gradient.total.clamp(min=TINY)).clamp(max=1.0)
+            total = gradient.total
+            coefficient = torch.where(total == 0, 1.0, clip.clipped / total).clamp(max=1.0)
             self._record_clip(trainer, update, gradient.total, coefficient, gradient.doubt)
 
     def _record_unclipped(self, trainer: pl.Trainer, update: int, gradient: UpdateGradient) -> None:
@@ -378,9 +391,7 @@ class PreClipNorm(StepCallback):
             return values
         norms = self._partial_norms(trainer, optimizer, norm, gradient.scale)
         values |= {name: _trusted(each, gradient.doubt) for name, each in norms.items()}
-        threshold = clip_threshold(trainer, pl_module)
-        if gradient.clip is not None:
-            threshold = gradient.clip.threshold
+        threshold = clip_threshold(trainer, pl_module) if gradient.clip is None else None
         if threshold is not None and threshold != float("inf"):
             values["train/clip_threshold"] = threshold
         return values

@@ -107,7 +107,9 @@ def _time_of(file: Path) -> int:
 
 
 def _split(files: list[Path], update: int, place: str, kind: Any) -> tuple[list[Any], list[Any]]:
-    """Return what files have at a checkpoint's update and later, before and after its mark.
+    """Return what of a checkpoint's mark is kept and what is done again; nothing where there is no mark.
+
+    Lightning writes the row of update k at step k - 1, and after the checkpoint that is saved at its end.
 
     Args:
         files: Event files in the order of writing.
@@ -118,16 +120,28 @@ def _split(files: list[Path], update: int, place: str, kind: Any) -> tuple[list[
     shown: list[Any] = []
     before: list[Any] | None = None
     after: list[Any] = []
+    late: list[Any] = []
     for event in (each for file in files for each in _events(file, kind)):
         session = event.session_log
-        if event.HasField("summary") and event.step >= update:
+        if event.HasField("summary"):  # at any step: some curves count epochs, or are one behind the updates
             shown.append(event)
-            after.append(event)
+            if (
+                _is_curve(event) and event.step != update - 1
+            ):  # there Lightning has the row of this very update
+                after.append(event)
+            else:
+                late.append(event)
         elif session.status == session.START:  # of an earlier resume
             shown = [each for each in shown if each.step < event.step]
         elif session.status == session.CHECKPOINT and (event.step, session.msg) == (update, place):
-            before, after = list(shown), []
-    return ([], []) if before is None else (before, after)
+            before, after, late = list(shown), [], []
+    return ([], []) if before is None else ([*before, *late], after)
+
+
+def _is_curve(event: Any) -> bool:
+    """Say whether an event is of a curve, and not of what a run says of itself when it starts or ends."""
+    plugins = {each.metadata.plugin_data.plugin_name for each in event.summary.value}
+    return not plugins <= {"custom_scalars", "hparams"}
 
 
 def _events(file: Path, kind: Any) -> Iterator[Any]:

@@ -24,11 +24,12 @@ from andrea_callbacks.identity import (
     gathered,
     identity_of,
     row_names,
+    rows_in,
     spell,
     text_of,
     unit_of,
 )
-from andrea_callbacks.measuring import is_unscaled, optimizer_place, scaler_of
+from andrea_callbacks.measuring import is_unscaled, measured_norm, optimizer_place, scaler_of
 from andrea_callbacks.origin import Origin, find_origin
 from andrea_callbacks.protocols import RefusesUpdates, reports_updates
 from andrea_callbacks.replay import ReplayFunction, ReplayUnavailable, loss_function, replay_failed
@@ -235,7 +236,7 @@ class FiniteGuard(WindowCallback):
         self, trainer: pl.Trainer, optimizer: Optimizer, place: str, losses: list[Tensor]
     ) -> str | None:
         """Return what is not finite in losses and gradients, None where all is well; alike on all ranks."""
-        norm = update_gradient(trainer, optimizer).norm
+        first, norm = update_gradient(trainer, optimizer).norm, measured_norm(trainer, optimizer)
         wide = norm.total.dtype
         flags = [(~torch.isfinite(norm.total)).to(wide)]
         flags += [(~torch.isfinite(loss).all()).to(flags[0].device, wide) for loss in losses]
@@ -254,7 +255,8 @@ class FiniteGuard(WindowCallback):
         elif not bad_gradient or scaler_of(trainer) is not None:
             self._follow_scale(trainer, place, bool(bad_gradient))
             return None
-        name = norm.first_nonfinite(trainer.lightning_module) if bad_gradient else None
+        module = trainer.lightning_module
+        name = (first.first_nonfinite(module) or norm.first_nonfinite(module)) if bad_gradient else None
         parts += [f"the gradient of {name}"] if name else []
         return " and ".join(parts) or "the norm of the gradients"
 
@@ -333,8 +335,8 @@ class FiniteGuard(WindowCallback):
     def _look_into_batches(self, trainer: pl.Trainer, window: UpdateWindow | None) -> list[dict[str, Any]]:
         """Return what is not finite in this rank's micro-batches themselves.
 
-        What the batches of the update before had as well, which was sound, is meant: NaN for a missing
-        target.
+        What the batches of the update before had too is left out if that update was sound: NaN may stand for
+        a missing target.
         """
         micro_batches = [] if window is None else window.micro_batches
         sound = [] if self._flagged_at == self.previous.number else self.previous.micro_batches
@@ -350,8 +352,9 @@ class FiniteGuard(WindowCallback):
         self, trainer: pl.Trainer, micro_batch: Any, number: int, count: int, fault: Fault
     ) -> dict[str, Any]:
         names = row_names(micro_batch, self.identify)
-        if names is not None and len(names) != fault.length:
-            names = None  # rows of this tensor are not those of the batch
+        count_of_rows = rows_in(micro_batch, names)
+        if count_of_rows is not None and fault.length != count_of_rows:
+            names = micro_batch = None  # the tensor's rows are not those of the batch
         rows = [identity_of(trainer, micro_batch, number, row, names) for row in fault.rows]
         where = self._spell_rows(number, count, rows)
         key = f", under {fault.key}" if fault.key else ""

@@ -72,6 +72,8 @@ class UpdateGradient:
     """What clips made of it so far, None where there was none."""
     awaits_clip: bool = False
     """Whether somebody wants to know of a clip that comes after the step's hook, and what it leaves."""
+    expected: float | None = None
+    """The threshold of a clip that is coming, of which it is known beforehand what it leaves."""
 
     @property
     def total(self) -> Tensor:
@@ -79,23 +81,33 @@ class UpdateGradient:
         return self.norm.total.detach() / self.scale
 
 
+Written = dict[int, tuple["ref[Tensor]", int]]
+"""By the `id` of a parameter: its gradient, and how often that was written."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Followed:
     """What is known of an optimizer's gradients since its last step."""
 
-    written: dict[int, tuple["ref[Tensor]", int]] = field(
-        default_factory=dict[int, tuple["ref[Tensor]", int]]
-    )
-    """By parameter, the gradient that the last backward pass, or clip, left, and how often it was written."""
-    norms: Tensor | None = None
-    """(P,) rough norms that the last backward pass left, of the parameters in `written`."""
+    marks: Written = field(default_factory=Written)
+    """As the last backward pass that wrote them, or the last clip, left them."""
+    norms: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """Their rough norms, 0-d; none after a clip."""
     scale: Tensor | float = 1.0
     """The loss scale in them."""
+    before: Written = field(default_factory=Written)
+    """As they were when the backward pass that is under way began."""
+    rest: Tensor | None = None
+    """0-d bool: whether anything but zeros was there then, changed since its mark; None where nothing was."""
+    lost: Tensor | None = None
+    """0-d bool: whether a backward pass added to gradients that had been changed."""
     gradient: UpdateGradient | None = None
     step: int | None = None
     """`global_step` when the hook before the step came; None before it."""
-    is_broken: bool = False
-    """Whether a backward pass added to gradients that had been clipped."""
+    idle: int = 0
+    """Batches in a row that gave it gradients, without a step that callbacks were told of."""
+    had_gradients: bool = False
+    """Whether a backward pass of this batch wrote its gradients."""
 
 
 class GradientWatch:
@@ -110,7 +122,7 @@ class GradientWatch:
         self._followed: WeakKeyDictionary[Optimizer, _Followed] = WeakKeyDictionary()
         self._batches = self._idle = 0
         self._step = trainer.global_step
-        self._lacks_gradients = False
+        self._was_asked = self._had_gradients = False
         self._has_warned_idle = False
 
     @property
@@ -126,42 +138,57 @@ class GradientWatch:
         """
         followed = self._current(optimizer)
         gradient = followed.gradient = followed.gradient or self._measure(optimizer, followed)
-        if gradient.clip is None and not gradient.is_altered and not _fits(followed, _gradients(optimizer)):
+        present = _gradients(optimizer)
+        if gradient.clip is None and not gradient.is_altered and not _fits(followed, present):
             gradient.clip = Clip(threshold=None)  # by a function whose end is not seen, only its beginning
         followed.step = self._global_step()
-        self._lacks_gradients = not gradient.norm.parameters  # a stand-in for optimizers that nobody sees
+        self._was_asked = True
+        self._had_gradients |= bool(gradient.norm.parameters)
         if gradient.clip is not None and gradient.clip.clipped is None:
             gradient.clip.clipped = self._norm_now(optimizer)
         return gradient
 
-    def clip_of(self, optimizer: Optimizer, update: int) -> Clip | None:
-        """Return what clips made of the gradient of an update, also where they came after the step's hook."""
-        followed = self._followed.get(optimizer)
-        if followed is None or followed.gradient is None or followed.step != update - 1:
-            return None
-        return followed.gradient.clip
+    def step_is_seen(self, optimizer: Optimizer) -> None:
+        """Note that callbacks were told of an optimizer's step."""
+        followed = self._current(optimizer)
+        followed.idle, followed.had_gradients = 0, False
 
     def backward_begins(self) -> None:
-        """See whether a backward pass adds to gradients that were clipped already."""
+        """Remember the gradients that a backward pass may add to, and whether they were changed before it."""
         for optimizer in self._optimizers():
-            followed = self._current(optimizer)
-            if followed.gradient is None:
-                continue
-            present = _gradients(optimizer)
-            is_clipped = followed.gradient.clip is not None and bool(present)
-            followed.is_broken |= is_clipped and _fits(followed, present)
-            followed.gradient = None
+            followed, present = self._current(optimizer), _gradients(optimizer)
+            is_clipped = followed.gradient is not None and followed.gradient.clip is not None
+            followed.before = _written(present)
+            followed.rest = None
+            if present and (is_clipped or not _fits(followed, present)):
+                norms = _rough_norms(present.values())
+                device = next(iter(present.values())).device
+                followed.rest = torch.ones((), dtype=torch.bool, device=device)
+                if norms is not None:
+                    followed.rest = (norms != 0).any()  # in-place zeroing is no change that matters
 
     def backward_ends(self) -> None:
-        """Mark the gradients that a backward pass left."""
+        """Mark the gradients that a backward pass wrote; those of other optimizers stay as they are known."""
         trainer = self._trainer()
-        for optimizer in self._optimizers():
-            present = _gradients(optimizer)
-            if present and trainer is not None:
-                followed = self._current(optimizer)
-                followed.written = _written(present)
-                followed.norms = _rough_norms(present.values())
-                followed.scale = loss_scale(trainer, optimizer)
+        for optimizer in self._optimizers() if trainer is not None else []:
+            followed, present = self._current(optimizer), _gradients(optimizer)
+            now = _written(present)
+            wrote = {key: mark for key, mark in now.items() if followed.before.get(key) != mark}
+            if not wrote:
+                continue
+            if followed.rest is not None:
+                followed.lost = followed.rest if followed.lost is None else followed.lost | followed.rest
+            followed.gradient = None
+            followed.had_gradients = True
+            followed.marks = {key: mark for key, mark in followed.marks.items() if key in now} | wrote
+            found = _rough_norms(present.values())
+            if found is None:
+                followed.norms.clear()
+            else:
+                followed.norms.update(
+                    (key, norm) for key, norm in zip(now, found.unbind(), strict=True) if key in wrote
+                )
+            followed.scale = loss_scale(cast(pl.Trainer, trainer), optimizer)
 
     def change_begins(self, tensors: Iterable[Tensor]) -> None:
         """Measure gradients that are about to be changed, unless an earlier change was noted."""
@@ -169,7 +196,12 @@ class GradientWatch:
         for optimizer in self._optimizers():
             if not changed.isdisjoint(map(id, _gradients(optimizer).values())):
                 followed = self._current(optimizer)
-                followed.gradient = followed.gradient or self._measure(optimizer, followed)
+                if (
+                    _wrappers.is_in_backward()
+                ):  # a hook of a parameter: the rest of the gradient is still to come
+                    followed.lost = torch.ones((), dtype=torch.bool)
+                else:
+                    followed.gradient = followed.gradient or self._measure(optimizer, followed)
 
     def change_ends(self, tensors: Iterable[Tensor], threshold: float | None, is_uniform: bool) -> None:
         """Note a clip of gradients: all of an optimizer's, or a part of them."""
@@ -178,8 +210,8 @@ class GradientWatch:
             present = _gradients(optimizer)
             own = set(map(id, present.values()))
             if not changed.isdisjoint(own):
-                is_whole = own <= changed
-                self._note(optimizer, threshold if is_whole else None, is_uniform and is_whole)
+                bound = threshold if own == changed else None  # a norm over more is not this one's
+                self._note(optimizer, bound, is_uniform and own <= changed)
 
     def clip_is_planned(self, optimizer: Optimizer, threshold: float, norm: Tensor) -> None:
         """Note a strategy's clip, which may be applied only within the step, and the norm that is left."""
@@ -193,18 +225,35 @@ class GradientWatch:
         if trainer is None or trainer.fit_loop.total_batch_idx == self._batches:
             return  # another callback has counted this one
         self._batches = trainer.fit_loop.total_batch_idx
-        is_idle = trainer.global_step == self._step or self._lacks_gradients
+        lacks_gradients = self._was_asked and not self._had_gradients  # a stand-in for what does the work
+        is_idle = trainer.global_step == self._step or lacks_gradients
+        self._was_asked = self._had_gradients = False
         self._idle = self._idle + 1 if is_idle else 0
         self._step = trainer.global_step
-        if self._has_warned_idle or self._idle < max(MOST_IDLE_BATCHES, 2 * trainer.accumulate_grad_batches):
+        most = max(MOST_IDLE_BATCHES, 2 * trainer.accumulate_grad_batches)
+        unseen = "" if self._idle >= most else self._unseen_optimizers(most)
+        if self._has_warned_idle or (self._idle < most and not unseen):
             return
         self._has_warned_idle = True
         rank_zero_warn(
-            f"no update was seen in the last {self._idle} batches, and none is recorded. Lightning tells "
-            "callbacks only of steps through its own wrapper: call step() of what self.optimizers() "
-            "returns, not of self.optimizers(use_pl_optimizer=False) or of an optimizer kept elsewhere",
+            f"no update{unseen} was seen in the last {most} batches, and none is recorded. Lightning tells "
+            "callbacks only of steps through its own wrapper: call step() of what self.optimizers() returns, "
+            "not of self.optimizers(use_pl_optimizer=False) or of an optimizer kept elsewhere",
             category=UnwatchedWarning,
         )
+
+    def _unseen_optimizers(self, most: int) -> str:
+        """Return which of several optimizers got gradients all the time and was never seen to step."""
+        unseen: list[str] = []
+        for place, optimizer in enumerate(self._optimizers()):
+            followed = self._followed.get(optimizer)
+            if followed is None:
+                continue
+            followed.idle += followed.had_gradients
+            followed.had_gradients = False
+            if followed.idle >= most:
+                unseen.append(str(place))
+        return f" of optimizer {' and '.join(unseen)}" if unseen else ""
 
     def _note(
         self, optimizer: Optimizer, threshold: float | None, is_uniform: bool, clipped: Tensor | None = None
@@ -213,14 +262,15 @@ class GradientWatch:
         gradient = followed.gradient
         if gradient is None:
             return
-        before = gradient.clip
+        before, is_expected = gradient.clip, is_uniform and threshold == gradient.expected
         bound = None if threshold is None else threshold / gradient.scale
         if before is not None:
             known = bound is not None and before.threshold is not None
             bound = min(cast(float, bound), cast(float, before.threshold)) if known else None
             is_uniform &= before.is_uniform
-        followed.written, followed.norms = _written(_gradients(optimizer)), None
-        if clipped is None and gradient.awaits_clip:
+        followed.marks = _written(_gradients(optimizer))
+        followed.norms.clear()
+        if clipped is None and gradient.awaits_clip and not (before is None and is_expected):
             clipped = self._norm_now(optimizer)
         gradient.clip = Clip(threshold=bound, clipped=clipped, is_uniform=is_uniform)
 
@@ -230,7 +280,7 @@ class GradientWatch:
         return UpdateGradient(
             norm=measured_norm(trainer, optimizer),
             scale=remaining_scale(trainer, optimizer),
-            is_altered=followed.is_broken or not _fits(followed, present),
+            is_altered=not _fits(followed, present),
             doubt=_doubt(followed, present, loss_scale(trainer, optimizer)),
         )
 
@@ -263,14 +313,14 @@ def _gradients(optimizer: Optimizer) -> dict[int, Tensor]:
     return {id(each): each.grad for each in optimizer_parameters(optimizer) if each.grad is not None}
 
 
-def _written(gradients: dict[int, Tensor]) -> dict[int, tuple["ref[Tensor]", int]]:
+def _written(gradients: dict[int, Tensor]) -> Written:
     return {key: (ref(each), version_of(each)) for key, each in gradients.items()}
 
 
 def _fits(followed: _Followed, gradients: dict[int, Tensor]) -> bool:
     """Say whether gradients are the tensors that were marked, not written to since; or were never marked."""
     for key, gradient in gradients.items():
-        kept, version = followed.written.get(key, (None, 0))
+        kept, version = followed.marks.get(key, (None, 0))
         if kept is not None and (kept() is not gradient or version != version_of(gradient)):
             return False
     return True
@@ -295,15 +345,20 @@ def _rough_norms(gradients: Iterable[Tensor]) -> Tensor | None:
 
 
 def _doubt(followed: _Followed, gradients: dict[int, Tensor], scale: Tensor | float) -> Tensor | None:
-    """Return whether norms are others than those that were marked, 0-d; None where that cannot be told."""
-    if followed.norms is None or list(followed.written) != list(gradients):
-        return None
-    now = _rough_norms(gradients.values())
+    """Return whether the norms of gradients are lost, or others than those that were marked, 0-d.
+
+    None where that cannot be told.
+    """
+    known = {key: each for key, each in gradients.items() if key in followed.norms}
+    now = _rough_norms(known.values())
+    lost = None if followed.lost is None or not gradients else followed.lost
     if now is None:
-        return None
-    before, now = followed.norms * scale, now * followed.scale
+        return lost
+    before = torch.stack([followed.norms[key] for key in known]) * scale
+    now = now * followed.scale
     is_same = (before - now).abs() <= CHANGED * before.abs()
-    return ~(is_same | ~torch.isfinite(before) & ~torch.isfinite(now)).all()
+    is_changed = ~(is_same | ~torch.isfinite(before) & ~torch.isfinite(now)).all()
+    return is_changed if lost is None else is_changed | lost.to(is_changed.device)
 
 
 _watches: "WeakKeyDictionary[pl.Trainer, GradientWatch]" = WeakKeyDictionary()
@@ -396,14 +451,19 @@ class _Wrappers:
     `clip_grad_norm_`, `clip_grad_value_` and `clip_grads_with_norm_` all group their gradients by device
     first, by
     a function that they look up in their own module: wrapping that one reaches them however they were
-    imported. With nothing to watch, and under `torch.compile`, the wrappers only call the original.
+    imported. With nothing to watch the wrappers only call the original; `torch.compile` does not trace them.
     """
 
     def __init__(self) -> None:
         self._put: list[tuple[Any, str, Any, Any]] = []
-        self._depth = 0
+        self._in_backward: set[int] = set()
         self._norm_type = 2.0
         self.pauses = 0
+
+    def is_in_backward(self) -> bool:
+        """Say whether this thread runs a backward pass, or works for one."""
+        is_of_torch = isinstance(threading.current_thread(), threading._DummyThread)  # pyright: ignore
+        return bool(self._in_backward) and (threading.get_ident() in self._in_backward or is_of_torch)
 
     def put_in(self) -> None:
         """Wrap the functions, where they are not wrapped."""
@@ -431,24 +491,24 @@ class _Wrappers:
 
     def _where_watched(self, original: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling() or self.pauses or not _watches:
+            if self.pauses or not _watches:
                 return original(*arguments, **options)
             return watched(*arguments, **options)
 
-        return call
+        return torch.compiler.disable(call)  # dynamo would trace it, and what it tells would get lost
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*arguments: Any, **options: Any) -> Any:
-            is_outermost = self._depth == 0  # checkpointing runs backward passes within one
-            if is_outermost:
-                _tell("backward_begins")
-            self._depth += 1
+            thread = threading.get_ident()
+            if self.is_in_backward():  # checkpointing runs backward passes within one
+                return original(*arguments, **options)
+            _tell("backward_begins")
+            self._in_backward.add(thread)
             try:
                 result = original(*arguments, **options)
             finally:
-                self._depth -= 1
-            if is_outermost:
-                _tell("backward_ends")
+                self._in_backward.discard(thread)
+            _tell("backward_ends")
             return result
 
         return backward

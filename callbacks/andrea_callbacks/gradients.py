@@ -203,13 +203,13 @@ def real_values(gradient: Tensor) -> Tensor:
     A complex element becomes two; of a sparse tensor the values that are kept are returned, rows added up.
     """
     if type(gradient) is Tensor and gradient.layout is torch.strided and gradient.is_contiguous():
-        return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
     if gradient.layout == torch.sparse_coo:
         gradient = gradient.coalesce().values()
     elif gradient.layout != torch.strided:
         gradient = gradient.to_dense()
     if gradient.is_complex():
-        gradient = torch.view_as_real(gradient)
+        gradient = torch.view_as_real(gradient.resolve_conj())
     if not gradient.is_contiguous():
         order = sorted(range(gradient.ndim), key=lambda dimension: -gradient.stride(dimension))
         gradient = gradient.permute(order)

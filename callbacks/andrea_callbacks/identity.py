@@ -27,9 +27,17 @@ def fields(micro_batch: Any) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", micro_batch) if isinstance(micro_batch, Mapping) else {}
 
 
+def field(micro_batch: Any, key: str) -> Any:
+    """Return what a micro-batch has under a key, None where there is nothing, or it cannot be read."""
+    try:
+        return fields(micro_batch).get(key)
+    except Exception:  # a mapping of somebody's own, which reads when it is asked
+        return None
+
+
 def row_numbers(micro_batch: Any, key: str) -> list[int] | None:
     """Return the (B,) whole numbers under a key of a micro-batch, None where there are none; waits."""
-    found = fields(micro_batch).get(key)
+    found = field(micro_batch, key)
     if isinstance(found, Tensor) and found.ndim == 1 and not found.is_floating_point():
         return cast("list[int]", found.tolist())
     return None
@@ -50,7 +58,10 @@ def row_names(micro_batch: Any, identify: NameFunction | None) -> list[str] | No
     if identify is None:
         return None
     try:
-        return [str(each) for each in identify(micro_batch)]
+        names = identify(micro_batch)
+        if isinstance(names, str):
+            raise TypeError(f"it returned one text, {names!r}")
+        return [str(each) for each in names]
     except Exception as error:  # the user's code
         rank_zero_warn(
             f"identify={getattr(identify, '__name__', identify)} raised {type(error).__name__}: {error}. "
@@ -99,8 +110,16 @@ def identity_of(
     return identity
 
 
+def rows_in(micro_batch: Any, names: Sequence[str] | None) -> int | None:
+    """Return how many rows a micro-batch has, by their names or its columns; None where that is not known."""
+    if names is not None:
+        return len(names)
+    columns = (field(micro_batch, key) for key in ("document_id", "source_id", "input_ids"))
+    return next((len(each) for each in columns if isinstance(each, Tensor) and each.ndim), None)
+
+
 def _is_text(micro_batch: Any) -> bool:
-    ids = fields(micro_batch).get("input_ids")
+    ids = field(micro_batch, "input_ids")
     return isinstance(ids, Tensor) and not ids.is_floating_point()
 
 
@@ -147,8 +166,7 @@ def text_of(micro_batch: Any, row: int, decode: DecodeFunction | None) -> str | 
 
 def sequence_ids(micro_batch: Any, row: int) -> list[int] | None:
     """Return the ids of a sequence without its padding, None where the micro-batch has none."""
-    batch = fields(micro_batch)
-    ids, mask = batch.get("input_ids"), batch.get("valid_mask")
+    ids, mask = field(micro_batch, "input_ids"), field(micro_batch, "valid_mask")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or row >= len(ids):
         return None
     kept = ids[row]

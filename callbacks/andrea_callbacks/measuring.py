@@ -75,15 +75,16 @@ def clip_threshold(trainer: pl.Trainer, pl_module: pl.LightningModule) -> float 
     """Return the global norm that gradients are about to be clipped to, by the module or by Lightning.
 
     `inf` where nothing is clipped, None where it cannot be known beforehand: under somebody's own manual
-    optimization, with a `configure_gradient_clipping` of its own, or clipping by value.
+    optimization, with a `configure_gradient_clipping` or an `on_before_optimizer_step` of its own, or
+    clipping by value.
     """
     if reports_updates(pl_module):
         bound = cast(Any, getattr(pl_module, "max_norm", None))
         return float(bound) if bound is not None else float("inf")
     if not pl_module.automatic_optimization or overrides(pl_module, "configure_gradient_clipping"):
         return None
-    if not trainer.gradient_clip_val:
-        return float("inf")
+    if not trainer.gradient_clip_val:  # the module's hook comes after the callbacks', and may clip
+        return None if overrides(pl_module, "on_before_optimizer_step") else float("inf")
     return float(trainer.gradient_clip_val) if trainer.gradient_clip_algorithm in (None, "norm") else None
 
 

@@ -237,6 +237,7 @@ class MomentMonitor(StepCallback):
         step = self.steps.next(trainer, optimizer)
         if step is None:
             return
+        self._record_due(trainer, optimizer)
         update, place = trainer.global_step + 1, optimizer_place(trainer, optimizer)
         self._numbers.setdefault(place, deque(maxlen=4)).append((update, step))
         if is_due(step, self.every):
@@ -251,7 +252,12 @@ class MomentMonitor(StepCallback):
     ) -> None:
         """Record moments and update."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        due, self._due = self._due, []
+        self._record_due(trainer)
+
+    def _record_due(self, trainer: pl.Trainer, of: Optimizer | None = None) -> None:
+        """Record the steps that are to be: of one optimizer before it steps again, or of all."""
+        due = [each for each in self._due if of is None or each[2] is of]
+        self._due = [each for each in self._due if each not in due]
         for update, step, optimizer in due:
             place = optimizer_place(trainer, optimizer)
             prefix, suffix = (f"{place}/", f"/{place}") if len(trainer.optimizers) > 1 else ("", "")

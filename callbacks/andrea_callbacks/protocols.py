@@ -83,6 +83,14 @@ class HoldsMicroBatches(Protocol):
         ...
 
 
+def micro_batches_of(batch: Any) -> list[Any]:
+    """Return the micro-batches of a batch: itself, unless it holds several."""
+    try:
+        return list(batch.micro_batches) if isinstance(batch, HoldsMicroBatches) else [batch]
+    except Exception:  # a batch of somebody's own, whose attributes raise
+        return [batch]
+
+
 @runtime_checkable
 class SequenceLosses(Protocol):
     """A module that gives each sequence's loss, so that an update can be attributed to its sequences."""

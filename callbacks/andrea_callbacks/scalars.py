@@ -142,8 +142,7 @@ def without_module(state: dict[str, Any]) -> dict[str, Any]:
 class ScalarCallback(Callback):
     """A callback that records scalars, and sees to it that they are written.
 
-    Written are they when the buffer is full, before validation and checkpoints, on an exception and at the
-    end.
+    It writes them when the buffer is full, before validation and checkpoints, on an exception and at the end.
 
     Args:
         name: Tells instances of one class in the same trainer apart: their state in a checkpoint goes by it.

@@ -21,7 +21,7 @@ from andrea_callbacks.identity import (
     DecodeFunction,
     NameFunction,
     decoder,
-    fields,
+    field,
     gathered,
     identity_of,
     row_names,
@@ -270,8 +270,7 @@ class SpikeForensics(WindowCallback):
         """Return (MOST_SOURCES,) tokens of each source in the window, zeros where batches do not say it."""
         tokens = like.new_zeros(MOST_SOURCES)
         for micro_batch in self.window.micro_batches:
-            batch = fields(micro_batch)
-            sources, mask = batch.get("source_id"), batch.get("valid_mask")
+            sources, mask = field(micro_batch, "source_id"), field(micro_batch, "valid_mask")
             if not isinstance(sources, Tensor) or sources.ndim != 1 or sources.is_floating_point():
                 continue
             is_text = sources >= 0  # fillers have no source
@@ -388,7 +387,7 @@ class SpikeForensics(WindowCallback):
             failed = [replay_failed(error)]
             rank_zero_warn(f"update {waiting.update}: {failed[0]}")
         agreement = 1.0 if attribution is None or attribution.agreement is None else attribution.agreement
-        if agreement < FAITHFUL:  # the same on all ranks
+        if not agreement >= FAITHFUL:  # the same on all ranks; NaN is not
             report["agreement"] = agreement
             failed = [_unfaithful(agreement)]
         failed = gathered(failed)

@@ -35,6 +35,9 @@ class StepCounts:
             Its number, from 1; None where the optimizer, such as LBFGS, evaluates its loss once more within a
             step that was counted.
         """
+        watch = watch_of(trainer)
+        if watch is not None:
+            watch.step_is_seen(optimizer)
         place = optimizer_place(trainer, optimizer)
         if self._seen.get(place) == trainer.global_step:
             return None

@@ -1,8 +1,10 @@
 """The tensors in whatever a project's batches and outputs are made of, and NaN and Inf in them."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, cast
 
@@ -17,8 +19,9 @@ DEEPEST = 8
 def named_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in a value with their places in it, such as `inputs.x[0]`.
 
-    Looks into mappings, lists, tuples, named tuples, dataclasses, attrs classes, graph data that has `keys`,
-    and the attributes of other objects. Properties are not evaluated, and iterators are not advanced.
+    Looks into mappings, lists, tuples, named tuples, dataclasses, attrs classes, and the attributes of other
+    objects; arrays of NumPy and lists of floats count as tensors. Properties are not evaluated, and iterators
+    are not advanced.
 
     Args:
         value: A batch, or what a module returned.
@@ -39,6 +42,10 @@ def _walk(value: Any, place: str, depth: int, seen: set[int]) -> Iterator[tuple[
     if depth == 0 or id(value) in seen or _is_leaf(value):
         return
     seen.add(id(value))
+    numbers = _as_tensor(value)
+    if numbers is not None:
+        yield place, numbers
+        return
     for name, part in _parts(value):
         yield from _walk(part, f"{place}{name}" if place else name.removeprefix("."), depth - 1, seen)
 
@@ -49,19 +56,48 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, kinds) or callable(value)
 
 
+def _as_tensor(value: Any) -> Tensor | None:
+    """Return an array of NumPy's or a list of floating-point numbers as a tensor, None for anything else."""
+    if isinstance(value, (list, tuple)):
+        items = cast("list[Any]", value)
+        is_plain = bool(items) and all(type(each) is float for each in items)
+        return torch.tensor(items, dtype=torch.float64) if is_plain else None
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "fc":
+        return torch.as_tensor(value.copy())
+    return None
+
+
 def _parts(value: Any) -> list[tuple[str, Any]]:
     """Return the parts of a container or record with their names; one that cannot be read is left out."""
-    fields = getattr(value, "_fields", None)
+    fields = _attempt(partial(getattr, value, "_fields")) if isinstance(value, tuple) else None
     if isinstance(value, Mapping):
         mapping = cast("Mapping[Any, Any]", value)
-        return [(f".{key}" if isinstance(key, str) else f"[{key!r}]", mapping[key]) for key in mapping]
-    if isinstance(value, tuple) and isinstance(fields, tuple):
+        keys: list[Any] = _attempt(lambda: list(mapping)) or []
+        found = [(_spell_key(key), _attempt(partial(mapping.__getitem__, key))) for key in keys]
+    elif isinstance(fields, tuple):
         pairs = zip(cast("tuple[str, ...]", fields), cast("tuple[Any, ...]", value), strict=False)
-        return [(f".{name}", part) for name, part in pairs]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [(f"[{place}]", part) for place, part in enumerate(cast("list[Any]", value))]
-    found = [(f".{name}", _read(value, name)) for name in _names(value)]
+        found = [(f".{name}", part) for name, part in pairs]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        found = [(f"[{place}]", part) for place, part in enumerate(cast("list[Any]", value))]
+    else:  # graphs of PyTorch Geometric keep theirs in private mappings
+        found = [
+            ("" if name.startswith("_") else f".{name}", _attempt(partial(_read, value, name)))
+            for name in _names(value)
+        ]
     return [(name, part) for name, part in found if part is not None]
+
+
+def _spell_key(key: Any) -> str:
+    return f".{key}" if isinstance(key, str) else f"[{key!r}]"
+
+
+def _attempt(read: Callable[[], Any]) -> Any:
+    """Return what somebody's code gives, None where it raises."""
+    try:
+        return read()
+    except Exception:  # a property that raises, or a lazy mapping
+        return None
 
 
 def _names(value: Any) -> list[str]:
@@ -72,17 +108,12 @@ def _names(value: Any) -> list[str]:
     attributes: Any = getattr(kind, "__attrs_attrs__", None)
     if attributes is not None:
         return [each.name for each in attributes]
-    if _has_keys(value):
-        try:
-            return [str(each) for each in value.keys()]  # noqa: SIM118  no mapping
-        except Exception:  # somebody's method; it is no such container then
-            return []
-    return [*getattr(value, "__dict__", {}), *_slots(kind)]
+    return [*_attributes(value), *_slots(kind)]
 
 
-def _has_keys(value: Any) -> bool:
-    """Say whether a value has keys and items without being a mapping, as graphs of PyTorch Geometric have."""
-    return callable(getattr(value, "keys", None)) and hasattr(value, "__getitem__")
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return what an object keeps in its `__dict__`, if it has one."""
+    return _attempt(partial(vars, value)) or {}
 
 
 def _slots(kind: type) -> list[str]:
@@ -94,13 +125,8 @@ def _slots(kind: type) -> list[str]:
 
 
 def _read(value: Any, name: str) -> Any:
-    kept: Any = getattr(value, "__dict__", {})
-    try:
-        if name in kept:
-            return kept[name]
-        return value[name] if _has_keys(value) else getattr(value, name)
-    except Exception:  # a property of that name, or nothing there yet
-        return None
+    kept = _attributes(value)
+    return kept[name] if name in kept else getattr(value, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +152,8 @@ def faults_in(batch: Any) -> list[Fault]:
     for key, tensor in named_tensors(batch):
         try:
             fault = _fault_of(key, tensor)
-        except (RuntimeError, NotImplementedError):  # quantized, nested, meta, of somebody's own
-            continue
+        except Exception:  # quantized, without data, of somebody's own
+            fault = None
         if fault is not None:
             found.append(fault)
     return found

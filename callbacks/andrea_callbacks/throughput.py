@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from andrea_callbacks.host import HostCopy, agree, widest
-from andrea_callbacks.identity import fields
-from andrea_callbacks.protocols import CountsTokens, HoldsMicroBatches, SaysFlops, reports_updates
+from andrea_callbacks.identity import field
+from andrea_callbacks.protocols import CountsTokens, SaysFlops, micro_batches_of, reports_updates
 from andrea_callbacks.updates import ReportCallback
 
 PHASES: tuple[str, ...] = ("data", "forward", "backward", "clip", "step", "other")
@@ -92,7 +92,7 @@ class Throughput(ReportCallback):
         if self._ended is not None:
             self._data += time.perf_counter() - self._ended
         self._mark = self._clock.mark()
-        parts: list[Any] = list(batch.micro_batches) if isinstance(batch, HoldsMicroBatches) else [batch]
+        parts = micro_batches_of(batch)
         for micro_batch in parts:
             self._count(pl_module, micro_batch)
 
@@ -171,16 +171,15 @@ class Throughput(ReportCallback):
         self._mark = now
 
     def _count(self, pl_module: pl.LightningModule, micro_batch: Any) -> None:
-        batch = fields(micro_batch)
         if not reports_updates(pl_module):
-            counted = batch.get("num_tokens")
+            counted = field(micro_batch, "num_tokens")
             if isinstance(pl_module, CountsTokens) and callable(pl_module.count_tokens):
                 counted = pl_module.count_tokens(micro_batch)
             if isinstance(counted, Tensor) and not counted.ndim:
                 self._counted = counted if self._counted is None else self._counted + counted
             elif isinstance(counted, int):
                 self._tokens += counted
-        mask = batch.get("valid_mask")
+        mask = field(micro_batch, "valid_mask")
         if isinstance(mask, Tensor) and not mask.is_floating_point():
             self._places += mask.numel()
             valid = (mask != 0).sum()

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from andrea_callbacks.host import widest
 from andrea_callbacks.measuring import scaler_of
-from andrea_callbacks.protocols import HoldsMicroBatches
+from andrea_callbacks.protocols import micro_batches_of
 from andrea_callbacks.random_state import RandomState
 from andrea_callbacks.steps import StepCallback
 
@@ -78,7 +78,7 @@ class WindowCallback(StepCallback):
         window.number = trainer.global_step + 1
         if not self._keeps_batches:
             return
-        parts: list[Any] = list(batch.micro_batches) if isinstance(batch, HoldsMicroBatches) else [batch]
+        parts = micro_batches_of(batch)
         most = max(MOST_BATCHES, trainer.accumulate_grad_batches, len(parts))
         if len(window.micro_batches) + len(parts) > most:  # somebody steps where nobody can see it
             window.micro_batches.clear()

@@ -77,3 +77,17 @@ def test_a_spike_of_a_complex_gradient_is_attributed() -> None:
     batches = [torch.tensor([0.01, 0.01])] * 12 + [torch.tensor([0.01, 5.0])]
     build_trainer(callbacks=[forensics]).fit(Complex(), ListLoader(batches))
     assert forensics.spikes == 1
+
+
+def test_gradients_that_are_conjugated_lazily() -> None:
+    class Conjugated(Complex):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            parts = torch.view_as_real(self.w.conj().resolve_conj())
+            return parts.square().sum() / 2 + 0.0 * self.real.sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    logger = RowLogger()
+    build_trainer(callbacks=[PreClipNorm()], logger=logger).fit(Conjugated(), ListLoader([torch.ones(1)]))
+    assert dict(logger.series("train/grad_norm"))[1] == pytest.approx(5.0)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from andrea_callbacks import (
     ClipWarning,
+    FiniteGuard,
     PreClipNorm,
     RunJournal,
     SpikeForensics,
@@ -468,3 +469,163 @@ def test_no_norm_where_there_is_no_gradient() -> None:
     assert len([each for each in said if each.category is UnwatchedWarning]) == 1
     assert logger.series("train/grad_norm") == []
     assert not any("grad_norm" in row for row in read_journal("journal.jsonl"))
+
+
+class TwoOptimizers(pl.LightningModule):
+    """Both backward passes, both clips, and then both steps; the gradients are the batch and twice the
+    batch."""
+
+    def __init__(self, change: str = "clip") -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.a, self.b = nn.Parameter(torch.zeros(32)), nn.Parameter(torch.zeros(32))
+        self.change = change
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward((self.a * batch[0]).sum())
+        if self.change == "clip":
+            self.clip_gradients(first, 0.5, "norm")
+        else:
+            self.a.grad.mul_(0.1)  # type: ignore[union-attr]
+        self.manual_backward(2.0 * (self.b * batch[0]).sum())
+        self.clip_gradients(second, 0.5, "norm")
+        first.step()
+        second.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([each], lr=1e-3) for each in (self.a, self.b)]
+
+
+def test_backward_passes_of_others_lose_nothing() -> None:
+    logger = RowLogger()
+    build_trainer(callbacks=[PreClipNorm(every=1)], logger=logger).fit(TwoOptimizers(), rows())
+    right = [factor * norm / math.sqrt(5.0) for norm in right_norms() for factor in (1.0, 2.0)]
+    assert [value for _, value in logger.series("train/grad_norm")] == pytest.approx(right, rel=1e-6)
+    assert [value for _, value in logger.series("train/clip_threshold")] == [0.5] * 16
+
+
+def test_a_change_by_hand_is_seen_across_another_backward_pass() -> None:
+    logger = RowLogger()
+    with pytest.warns(ClipWarning, match="the gradients were changed"):
+        build_trainer(callbacks=[PreClipNorm()], logger=logger).fit(TwoOptimizers("by hand"), rows())
+    assert [step for step, _ in logger.series("train/grad_norm")] == list(range(2, 17, 2))
+
+
+@pytest.mark.parametrize("how", ["by hand", "by value, imported early", "with a given norm"])
+def test_changes_between_two_backward_passes_leave_the_norm_out(how: str) -> None:
+    class Twice(Manual):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            for _ in range(2):
+                self.manual_backward((self.a * batch[0]).sum() + 2.0 * (self.b * batch[0]).sum())
+                self.clip(self, optimizer)
+            optimizer.step()
+
+    clip = {"by hand": halve, "by value, imported early": by_value_early, "with a given norm": by_given_norm}[
+        how
+    ]
+    logger = RowLogger()
+    with pytest.warns(ClipWarning, match="the gradients were changed"):
+        build_trainer(callbacks=[PreClipNorm()], logger=logger).fit(Twice(clip), rows())
+    assert logger.series("train/grad_norm") == []
+
+
+def test_clips_within_a_backward_pass_leave_the_norm_out() -> None:
+    """By a hook of each parameter, when the rest of the gradient is still to come."""
+
+    class Hooked(Manual):
+        def on_train_start(self) -> None:
+            for each in (self.a, self.b):
+                each.register_post_accumulate_grad_hook(lambda each: clip_grad_norm_([each], 0.1) and None)
+
+    logger = RowLogger()
+    with pytest.warns(ClipWarning, match="the gradients were changed"):
+        build_trainer(callbacks=[PreClipNorm()], logger=logger).fit(Hooked(lambda *_: None), rows())
+    assert logger.series("train/grad_norm") == []
+
+
+@pytest.mark.parametrize("is_automatic", [True, False])
+def test_a_clip_in_the_modules_hook_before_the_step(is_automatic: bool) -> None:
+    """It comes after the callbacks' hook."""
+
+    class HookClip(Automatic):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            clip_grad_norm_(self.parameters(), 0.5)
+
+    class ManualHookClip(Manual):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            clip_grad_norm_(self.parameters(), 0.5)
+
+    module = HookClip(by_torch, "never") if is_automatic else ManualHookClip(lambda *_: None)
+    logger = RowLogger()
+    build_trainer(callbacks=[PreClipNorm(every=1)], logger=logger).fit(module, rows())
+    assert [value for _, value in logger.series("train/grad_norm")] == pytest.approx(right_norms(), rel=1e-6)
+    clipped = [value for _, value in logger.series("train/grad_norm_clipped")]
+    assert clipped == pytest.approx([0.5] * 8, rel=1e-5)
+    assert [value for _, value in logger.series("train/clip_threshold")] == [0.5] * 8
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+def test_a_compiled_module_that_clips() -> None:
+    """Dynamo traced the wrappers, and what they tell was lost."""
+    logger = RowLogger()
+    module = torch.compile(Manual(by_lightning), backend="eager")
+    build_trainer(callbacks=[PreClipNorm(every=1)], logger=logger).fit(module, rows())
+    assert [value for _, value in logger.series("train/grad_norm")] == pytest.approx(right_norms(), rel=1e-6)
+    assert [value for _, value in logger.series("train/clip_threshold")] == [0.5] * 8
+
+
+def test_a_project_that_guards_against_nan_itself_goes_on() -> None:
+    """What reaches the step is judged, and nothing bad does here."""
+
+    class Guarded(Manual):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward((self.a * batch[0]).sum() + 2.0 * (self.b * batch[0]).sum())
+            if batch_idx == 3:
+                self.a.grad[0] = math.nan  # type: ignore[index]
+            if not torch.isfinite(clip_grad_norm_(self.parameters(), 0.5)):
+                optimizer.zero_grad()
+            optimizer.step()
+
+    guard, module = FiniteGuard(), Guarded(by_torch)
+    trainer = build_trainer(callbacks=[guard])
+    trainer.fit(module, rows())
+    assert (trainer.global_step, guard.flagged) == (8, 0)
+    assert torch.isfinite(module.a).all()
+
+
+def test_a_step_without_gradients_is_no_reason_to_deny_others() -> None:
+    class Waiting(TwoOptimizers):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            first, second = self.optimizers()  # type: ignore[misc]
+            first.zero_grad()
+            self.manual_backward((self.a * batch[0]).sum())
+            first.step()
+            second.step()
+
+    logger = RowLogger()
+    trainer = build_trainer(callbacks=[PreClipNorm()], logger=logger, max_epochs=10)
+    with pytest.warns(ClipWarning, match="never received a gradient"):
+        trainer.fit(Waiting(), rows())
+    assert len(logger.series("train/grad_norm")) == 80
+
+
+def test_one_of_two_optimizers_stepped_raw_is_spoken_of() -> None:
+    class HalfRaw(TwoOptimizers):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            first, _ = self.optimizers()  # type: ignore[misc]
+            raw: Any = self.optimizers(use_pl_optimizer=False)
+            self.zero_grad()
+            self.manual_backward((self.a * batch[0]).sum() + (self.b * batch[0]).sum())
+            first.step()
+            raw[1].step()
+
+    with pytest.warns(UnwatchedWarning, match="no update of optimizer 1 was seen in the last 50 batches"):
+        build_trainer(callbacks=[PreClipNorm()], max_epochs=10).fit(HalfRaw(), rows())

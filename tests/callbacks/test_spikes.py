@@ -196,7 +196,15 @@ def unfaithful(module: Any, batch: Tensor) -> Tensor:
     return (module.layer(batch) - torch.tensor([50.0, -50.0, 3.0, 7.0])).square().sum(1)
 
 
-@pytest.mark.parametrize("wrong", [unfaithful, lambda module, batch: -module.layer(batch).sum(1)])
+def partly_nan(module: Any, batch: Tensor) -> Tensor:
+    return module.row_losses(batch) * torch.tensor([1.0, 1.0, math.nan, 1.0])
+
+
+def negative(module: Any, batch: Tensor) -> Tensor:
+    return -module.layer(batch).sum(1)
+
+
+@pytest.mark.parametrize("wrong", [unfaithful, negative, partly_nan])
 def test_an_unfaithful_replay_names_nobody(wrong: Any, caplog: Any, tmp_path: Path) -> None:
     """The console named a wrong sequence, and the agreement of 0.27 stood in report.json alone."""
     events, logger = Events(), TensorBoardLogger(tmp_path / "logs")
@@ -205,7 +213,7 @@ def test_an_unfaithful_replay_names_nobody(wrong: Any, caplog: Any, tmp_path: Pa
         trainer.fit(Rows(), ListLoader(rows_with_spikes({40})))
     folder = Path(trainer.log_dir) / "reports/update-000040-spike"
     report = json.loads((folder / "report.json").read_text())
-    assert report["agreement"] < 0.95
+    assert report["agreement"] == "NaN" or report["agreement"] < 0.95
     assert report["attribution"]["unavailable"].startswith("the replay is not the run's loss (cosine")
     picture = (folder / "picture.svg").read_text()
     line = next(record.getMessage() for record in caplog.records if "update 40: norm" in record.getMessage())

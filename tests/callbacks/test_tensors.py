@@ -4,13 +4,14 @@ import dataclasses
 import json
 import math
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import attrs
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -70,8 +71,31 @@ class Slotted:
         self.x = x
 
 
+class Rude:
+    """Attributes that are looked up in a dict, and raise what that raises."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.__dict__["parts"] = parts
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["parts"][name]
+
+
+class Lazy(Mapping[str, Any]):
+    """A mapping that cannot read what it has."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise RuntimeError("no such file")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["x"])
+
+    def __len__(self) -> int:
+        return 1
+
+
 class Graph:
-    """As PyTorch Geometric's Data: keys and items, and no Mapping."""
+    """As PyTorch Geometric's Data: keys and items, and no Mapping; asking for a key makes it."""
 
     def __init__(self, **parts: Any) -> None:
         self._store = parts
@@ -80,7 +104,7 @@ class Graph:
         return list(self._store)
 
     def __getitem__(self, key: str) -> Any:
-        return self._store[key]
+        return self._store.setdefault(key, {})
 
 
 @dataclass
@@ -112,6 +136,8 @@ HOLDERS: dict[str, tuple[Any, list[str]]] = {
     "integers for keys": ({0: ONE}, ["[0]"]),
     "packed": (pack_sequence([ONE, torch.ones(1)]), ["data", "batch_sizes"]),
     "iterator": ([moved(ONE), ONE], ["[1]"]),
+    "numbers": ({"w": [1.0, 2.0], "n": [1, 2]}, ["w"]),
+    "numpy": ({"x": np.ones(3), "names": np.array(["a"])}, ["x"]),
     "nothing": (None, []),
     "class": (Plain, []),
     "module": (nn.Linear(2, 2), []),
@@ -261,3 +287,37 @@ def test_a_nan_in_batches_one_after_the_other_is_named_in_both() -> None:
         build_trainer(callbacks=[guard]).fit(Regression(), loader)
     named = [str(each.message) for each in said if "in the batch itself, under [0]" in str(each.message)]
     assert len(named) == guard.flagged == 2
+
+
+def test_batches_that_raise_are_borne() -> None:
+    """A batch whose attributes raise, and one that cannot be read, stop neither a fit nor the search."""
+
+    class Odd(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.layer(torch.ones(1, 4)).sum() * (NAN if batch_idx else 1.0)
+
+    guard = FiniteGuard(policy="flag")
+    build_trainer(callbacks=[guard, RunJournal()]).fit(Odd(), ListLoader([Rude(x=ONE), Lazy(), Rude(x=ONE)]))
+    assert guard.flagged == 2
+    assert [each.key for each in faults_in(Rude(x=torch.tensor([NAN])))] == ["parts.x"]
+
+
+def test_rows_of_another_tensor_are_no_sequences() -> None:
+    """A batch of three documents, and NaN in the third place of a tensor of five."""
+    weights = torch.ones(5)
+    weights[2] = NAN
+    batch = {
+        "input_ids": torch.ones(3, 2, dtype=torch.int64),
+        "document_id": torch.arange(3) + 7,
+        "w": weights,
+    }
+
+    class Weighted(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.layer.weight.sum() * batch["w"].sum()
+
+    with pytest.raises(
+        NonFiniteError, match=r"micro-batch 1 of 1, row 3: NaN in the batch itself, under w"
+    ) as raised:
+        build_trainer(callbacks=[FiniteGuard()]).fit(Weighted(), ListLoader([batch]))
+    assert "document" not in str(raised.value)

@@ -171,3 +171,33 @@ def test_a_nan_is_counted_once_a_step() -> None:
         build_trainer(callbacks=[guard], limit_val_batches=0).fit(Always(), rows())
     assert guard.flagged == 3
     assert Counter(guard._consecutive) == {"0": 3}
+
+
+def test_several_steps_of_one_optimizer_in_a_batch() -> None:
+    """Adam at rate 0.01 moves each of ten equal weights by 0.01 a step, whichever inner step is recorded."""
+
+    class Inner(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.w = nn.Parameter(torch.ones(10))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            for _ in range(4):
+                optimizer.zero_grad()
+                self.manual_backward(self.w.sum())
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    logger = RowLogger()
+    callbacks = [MomentMonitor(every=3), PreClipNorm(every=3)]
+    build_trainer(callbacks=callbacks, logger=logger).fit(Inner(), ListLoader([torch.zeros(1)] * 6))
+    found = logger.series("moments/update/0")
+    assert [step for step, _ in found] == list(range(1, 25, 3))
+    assert [value for _, value in found] == pytest.approx([0.01 * 10**0.5] * 8, rel=1e-3)
+    first = [value for _, value in logger.series("moments/first/0")]
+    right = [(1 - 0.9**step) * 10**0.5 for step, _ in found]
+    assert first == pytest.approx(right, rel=1e-5)
