@@ -177,10 +177,12 @@ class Clipper:
             The coefficient, 0-d float64 (float32 on devices without it).
 
         Raises:
-            UserError: If it is neither, or there is no parameter.
+            UserError: If it is neither, there is no parameter, or `max_norm` is out of range.
             ValueError: If what is given cannot be held.
         """
         owner = _owner(optimizer)
+        if not max_norm > 0:  # a negative one would flip signs
+            raise UserError(f"max_norm must be more than 0, got {max_norm}; inf clips nothing")
         if isinstance(owner, Optimizer):
             coefficient = self._clip_optimizer(owner, max_norm, hold)
         elif hold is None:

@@ -45,7 +45,9 @@ class PreClipNorm(StepCallback):
     such as `p.grad.mul_(0.1)`, their norm before that is not known: `train/grad_norm` is left out of that
     update, and a warning says so once.
 
-    The norm never has a GradScaler's scale in it. Gradients that are clipped while they carry the scale are
+    Hooks of parameters that change a gradient within the backward pass are part of it: the norm is of what
+    they leave, unless they clip. The norm never has a GradScaler's scale in it. Gradients that are clipped
+    while they carry the scale are
     clipped to less: `train/clip_threshold` is the threshold divided by the scale.
 
     Warns once when more than half of the last 100 updates were clipped to less than half their norm, and at

@@ -173,7 +173,9 @@ class GradientWatch:
         for optimizer in self._optimizers() if trainer is not None else []:
             followed, present = self._current(optimizer), _gradients(optimizer)
             now = _written(present)
-            wrote = {key: mark for key, mark in now.items() if followed.before.get(key) != mark}
+            wrote = {
+                key: now[key] for key, each in present.items() if not _is_as(each, followed.before.get(key))
+            }
             if not wrote:
                 continue
             if followed.rest is not None:
@@ -196,12 +198,10 @@ class GradientWatch:
         for optimizer in self._optimizers():
             if not changed.isdisjoint(map(id, _gradients(optimizer).values())):
                 followed = self._current(optimizer)
-                if (
-                    _wrappers.is_in_backward()
-                ):  # a hook of a parameter: the rest of the gradient is still to come
-                    followed.lost = torch.ones((), dtype=torch.bool)
-                else:
+                if not _wrappers.is_in_backward():
                     followed.gradient = followed.gradient or self._measure(optimizer, followed)
+                else:  # a hook of a parameter, when the rest of the gradient is still to come
+                    followed.lost = torch.ones((), dtype=torch.bool)
 
     def change_ends(self, tensors: Iterable[Tensor], threshold: float | None, is_uniform: bool) -> None:
         """Note a clip of gradients: all of an optimizer's, or a part of them."""
@@ -319,11 +319,13 @@ def _written(gradients: dict[int, Tensor]) -> Written:
 
 def _fits(followed: _Followed, gradients: dict[int, Tensor]) -> bool:
     """Say whether gradients are the tensors that were marked, not written to since; or were never marked."""
-    for key, gradient in gradients.items():
-        kept, version = followed.marks.get(key, (None, 0))
-        if kept is not None and (kept() is not gradient or version != version_of(gradient)):
-            return False
-    return True
+    marked = [(each, followed.marks[key]) for key, each in gradients.items() if key in followed.marks]
+    return all(_is_as(each, mark) for each, mark in marked)
+
+
+def _is_as(gradient: Tensor, mark: "tuple[ref[Tensor], int] | None") -> bool:
+    """Say whether a gradient is the tensor of a mark, not written to since; refs would compare by value."""
+    return mark is not None and mark[0]() is gradient and mark[1] == version_of(gradient)
 
 
 def _rough_norms(gradients: Iterable[Tensor]) -> Tensor | None:

@@ -571,10 +571,10 @@ def test_a_clip_in_the_modules_hook_before_the_step(is_automatic: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
-def test_a_compiled_module_that_clips() -> None:
-    """Dynamo traced the wrappers, and what they tell was lost."""
+def test_a_clip_in_compiled_code() -> None:
+    """Dynamo traced the wrappers, and what they tell was lost; as it did in `torch.compile(module)`."""
     logger = RowLogger()
-    module = torch.compile(Manual(by_lightning), backend="eager")
+    module = Manual(torch.compile(by_torch, backend="eager"))
     build_trainer(callbacks=[PreClipNorm(every=1)], logger=logger).fit(module, rows())
     assert [value for _, value in logger.series("train/grad_norm")] == pytest.approx(right_norms(), rel=1e-6)
     assert [value for _, value in logger.series("train/clip_threshold")] == [0.5] * 8
@@ -629,3 +629,26 @@ def test_one_of_two_optimizers_stepped_raw_is_spoken_of() -> None:
 
     with pytest.warns(UnwatchedWarning, match="no update of optimizer 1 was seen in the last 50 batches"):
         build_trainer(callbacks=[PreClipNorm()], max_epochs=10).fit(HalfRaw(), rows())
+
+
+def test_gradients_that_are_kept_and_replaced_within_a_backward_pass() -> None:
+    """With `create_graph` torch adds out of place, and here the gradient of the first pass is still alive."""
+    kept: list[Tensor] = []
+
+    class Graphs(Manual):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            for _ in range(2):
+                self.manual_backward(
+                    (self.a * batch[0]).square().sum() + (self.a * batch[0]).sum(), create_graph=True
+                )
+                kept.append(self.a.grad)  # type: ignore[arg-type]
+            optimizer.step()
+            self.zero_grad()
+
+    logger = RowLogger()
+    trainer = build_trainer(callbacks=[PreClipNorm(), RunJournal()], logger=logger)
+    with pytest.warns(ClipWarning, match="never received"), pytest.warns(UserWarning, match="create_graph"):
+        trainer.fit(Graphs(by_torch), rows())
+    assert len(logger.series("train/grad_norm")) == 8

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from andrea_callbacks import FiniteGuard, NonFiniteError, NonFiniteWarning, RunJournal, read_journal
+from andrea_callbacks.identity import field
 from andrea_callbacks.tensors import faults_in, named_tensors
 from toy import ListLoader, build_trainer
 
@@ -297,8 +298,10 @@ def test_batches_that_raise_are_borne() -> None:
             return self.layer(torch.ones(1, 4)).sum() * (NAN if batch_idx else 1.0)
 
     guard = FiniteGuard(policy="flag")
-    build_trainer(callbacks=[guard, RunJournal()]).fit(Odd(), ListLoader([Rude(x=ONE), Lazy(), Rude(x=ONE)]))
+    build_trainer(callbacks=[guard, RunJournal()]).fit(Odd(), ListLoader([Rude(x=ONE)] * 3))
     assert guard.flagged == 2
+    assert faults_in({"lazy": Lazy()}) == []
+    assert field(Lazy(), "x") is None
     assert [each.key for each in faults_in(Rude(x=torch.tensor([NAN])))] == ["parts.x"]
 
 

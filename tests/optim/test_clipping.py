@@ -428,3 +428,14 @@ def test_what_is_neither_is_refused(build: Any, message: str) -> None:
 def test_parameters_cannot_be_held() -> None:
     with pytest.raises(ValueError, match="no step that can be held"):
         Clipper("torch").clip_gradients(some_parameters(), 1.0, torch.ones(()))
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, 0.0, float("nan")])
+def test_thresholds_that_would_flip_or_lose_gradients(max_norm: float) -> None:
+    """pytorch#31367: a negative max_norm flipped the signs."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    for owner in ([parameter], torch.optim.SGD([parameter], lr=1.0)):
+        with pytest.raises(UserError, match="max_norm must be more than 0"):
+            Clipper("torch").clip_gradients(owner, max_norm)
+    assert parameter.grad.tolist() == [1.0, 1.0]
