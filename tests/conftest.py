@@ -30,6 +30,21 @@ settings.register_profile(
 settings.load_profile("andrea")
 
 
+LENGTHS = {"system": 0, "kernels": 1, "data": 2, "callbacks": 2, "tests": 2, "strategies": 3, "optim": 4}
+"""Folders in the order of how long their files take; all others, and doctests, take less."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the order below: xdist would start the files with few tests last, and those take longest."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run long files first, so that workers, which take a file at a time, end together."""
+    items.sort(key=lambda item: LENGTHS.get(item.path.parent.name, 5))
+
+
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Give every test a seed, shown when it fails, a folder to work in, and a cache of its own."""
