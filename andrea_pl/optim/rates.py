@@ -131,6 +131,6 @@ def _rate_from_zero(scheduler: Any | None, number: int, now: float) -> Any:
 def _refusal(scheduler: Any, there: str, here: str) -> UserError:
     return UserError(
         f"the checkpoint was written with {there} and this run has {here}, which {type(scheduler).__name__} "
-        f"cannot follow: it keeps rates of its own; resume with {there}, or start from the weights alone "
-        "(--init_from)"
+        f"cannot follow, because its values are not proportional to it. Resume with {there}, or start from "
+        "the weights only (--init_from)"
     )

@@ -33,7 +33,7 @@ class ClipHook(Strategy):
         self.clipper = Clipper(clipper)
 
     def __repr__(self) -> str:
-        # what pytorch_lightning's Trainer quotes where it refuses a strategy that is none of its own
+        # pytorch_lightning's Trainer quotes this where it refuses the strategy
         return (
             f"<{type(self).__name__}, which needs a Trainer of lightning.pytorch, not of pytorch_lightning: "
             "import lightning.pytorch as pl>"
