@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from andrea_pl import Curriculum, LanguageModule, TextDataModule, TextSource, TransformerConfig, Ucb1
 from andrea_pl.data.curriculum import CurriculumSampler, Numbers, Pool
 from andrea_pl.data.documents import Problems
-from andrea_pl.data.prepare import digest
+from andrea_pl.data.encoding import digest
 from andrea_pl.data.tokenizer import END_OF_DOCUMENT
 from pairs import describe
 

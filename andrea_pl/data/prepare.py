@@ -1,21 +1,17 @@
 """From sources to token stores: learn the tokenizer, deal documents to splits, encode, notice changes."""
 
-import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from andrea_pl.data.documents import Problems, TextSource
-from andrea_pl.data.records import Document
+from andrea_pl.data.encoding import digest, encoded
 from andrea_pl.data.store import (
     FORMAT_VERSION,
     SPLITS,
@@ -26,12 +22,9 @@ from andrea_pl.data.store import (
     sync_and_close,
     writing_store,
 )
+from andrea_pl.data.token_files import token_pieces
 from andrea_pl.data.tokenizer import TextTokenizer
 from andrea_pl.errors import UserError
-
-CHUNK_CHARACTERS = 1 << 21
-PIECE_TOKENS = 8192
-"""Tokens of a piece of a token file whose documents have no known end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,11 +202,6 @@ def _training_texts(preparation: Preparation) -> Iterator[str]:
                 yield document.text
 
 
-def digest(content: bytes) -> int:
-    """Return a hash of a document's content, 64 bits: its share of 2^64 decides the split."""
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
-
-
 def _tokenizer_mark(source: TextSource, tokenizer: TextTokenizer | None) -> str | None:
     return None if source.is_token_file or tokenizer is None else tokenizer.fingerprint
 
@@ -244,9 +232,9 @@ def _write(
     repeated = crossing = 0
     with writing_store(preparation.folder / source.name, vocab_size) as writer:
         pieces = (
-            _token_pieces(source, preparation.vocab_size, problems)
+            token_pieces(source, preparation.vocab_size, problems)
             if source.is_token_file
-            else _encoded(source, cast(TextTokenizer, tokenizer), problems)
+            else encoded(source, cast(TextTokenizer, tokenizer), problems)
         )
         for tokens, size, content, document in tqdm(
             pieces, desc=source.name, unit=" documents", disable=None, leave=False
@@ -305,58 +293,3 @@ def _finish(
         rank_zero_info(
             f"source {source.name!r}: left out {len(problems.messages)} that could not be read: {first}"
         )
-
-
-Piece = tuple[Sequence[int] | NDArray[Any], int, bytes, Document]
-"""Tokens, bytes of text, what decides the split, and where it came from."""
-
-
-def _encoded(source: TextSource, tokenizer: TextTokenizer, problems: Problems) -> Iterator[Piece]:
-    for chunk in _chunks(source.read(problems)):
-        for document, tokens in zip(
-            chunk, tokenizer.encode_documents([each.text for each in chunk]), strict=True
-        ):
-            yield tokens, len(document.text.encode()), document.content, document
-
-
-def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Gather documents until there is work enough for all cores."""
-    chunk: list[Document] = []
-    characters = 0
-    for document in documents:
-        chunk.append(document)
-        characters += len(document.text)
-        if characters >= CHUNK_CHARACTERS:
-            yield chunk
-            chunk, characters = [], 0
-    if chunk:
-        yield chunk
-
-
-def _token_pieces(source: TextSource, vocab_size: int, problems: Problems) -> Iterator[Piece]:
-    """Cut nanoGPT's raw uint16 files into documents."""
-    for file in source.files():
-        size = file.stat().st_size
-        if not size or size % 2:
-            problems.report(
-                str(file), f"{size} bytes are no list of uint16 tokens", "write it again as raw uint16"
-            )
-            continue
-        tokens = np.memmap(file, dtype="<u2", mode="r")
-        highest = int(tokens.max())
-        if highest >= vocab_size:
-            raise UserError(
-                f"{file}: token id {highest} does not fit vocab_size={vocab_size}; raise data.vocab_size"
-            )
-        for start, end in _piece_bounds(tokens, source.end_of_document):
-            piece = np.array(tokens[start:end])
-            yield piece, piece.nbytes, piece.tobytes(), Document(text="", origin=str(file), line=start)
-
-
-def _piece_bounds(tokens: NDArray[Any], end_of_document: int | None) -> Iterator[tuple[int, int]]:
-    if end_of_document is None:
-        bounds = [*range(0, len(tokens), PIECE_TOKENS), len(tokens)]
-    else:
-        ends = (np.flatnonzero(tokens == end_of_document) + 1).tolist()
-        bounds = [0, *ends] if ends and ends[-1] == len(tokens) else [0, *ends, len(tokens)]
-    yield from pairwise(bounds)
