@@ -39,6 +39,56 @@ def run_python(script: str, *arguments: str, **environment: str) -> Result:
     return Nursery.shared().run(list(arguments), environment, script)
 
 
+RANKS = """
+import os, runpy, signal, socket, sys, traceback
+
+path, ranks = sys.argv[1], int(sys.argv[2])
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+children = []
+for rank in range(ranks):
+    child = os.fork()
+    if child:
+        children.append(child)
+        continue
+    if ranks > 1:
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        places |= {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tests"}
+        os.environ.update({name: str(value) for name, value in places.items()})
+    sys.argv = sys.argv[1:]
+    code = 1
+    try:
+        runpy.run_path(path, run_name="__main__")
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+failed = 0
+while children:
+    child, status = os.wait()
+    children.remove(child)
+    if status and not failed:
+        failed = os.waitstatus_to_exitcode(status)
+        for each in children:
+            os.kill(each, signal.SIGKILL)
+sys.exit(abs(failed))
+"""
+
+
+def run_ranks(path: Path, ranks: int, *arguments: str, **environment: str) -> Result:
+    """Run a script on so many ranks as torchrun would, by forks; the first that fails ends the others.
+
+    Its arguments are the number of ranks and those given.
+    """
+    return run_python(RANKS, str(path), str(ranks), *arguments, **environment)
+
+
 def run_python_from_scratch(script: str, *arguments: str, timeout: int = 240) -> Result:
     """Run a script in a process that ends as any other."""
     return subprocess.run(

@@ -1,12 +1,12 @@
 """Two gloo processes: what cases.md asks of ranks, and what one rank gives."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from commands import run_ranks
 
 pytestmark = pytest.mark.system
 
@@ -16,14 +16,7 @@ Results = dict[str, dict[str, Any]]
 def run_script(name: str, ranks: int, folder: Path) -> list[Results]:
     """Run a script on so many ranks and return what each of them wrote."""
     folder.mkdir()
-    script = Path(__file__).with_name(name)
-    done = subprocess.run(
-        [sys.executable, str(script), str(ranks), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = run_ranks(Path(__file__).with_name(name), ranks, str(folder))
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
 
