@@ -8,8 +8,9 @@ from glob import glob
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from andrea_pl.data.plain_text import read_text_file
 from andrea_pl.data.python_text import PythonPart, python_documents, python_fingerprint
-from andrea_pl.data.records import Document
+from andrea_pl.data.records import AnyDocument, Document
 from andrea_pl.errors import UserError
 
 FORMATS = {
@@ -136,7 +137,7 @@ class TextSource:
         stats = [(file, file.stat()) for file in self.files()]
         return [[str(file.resolve()), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
 
-    def read(self, problems: "Problems") -> Iterator[Document]:
+    def read(self, problems: "Problems") -> Iterator[AnyDocument]:
         """Yield the documents of a text source, reading one file at a time."""
         if self.kind == "python":
             yield from python_documents(self.part)
@@ -159,6 +160,8 @@ class Problems:
     def __init__(self, policy: Literal["raise", "skip"]) -> None:
         self.policy = policy
         self.messages: list[str] = []
+        self.found_separator = False
+        """Whether a text file held its source's `document_separator`."""
 
     def report(self, place: str, fault: str, remedy: str) -> None:
         """Raise or note one problem.
@@ -215,21 +218,8 @@ def _report_empty(file: Path, problems: Problems) -> None:
     problems.report(str(file), "empty file", "remove it")
 
 
-def _read_text(file: Path, source: TextSource, problems: Problems) -> Iterator[Document]:
-    raw = file.read_bytes().replace(b"\r\n", b"\n")
-    if not raw.strip():
-        _report_empty(file, problems)
-        return
-    text = _decode(file, raw, 1, problems)
-    if text is None:
-        return
-    text = text.removeprefix("\ufeff")
-    line = 1
-    separator = source.document_separator
-    for piece in text.split(separator) if separator else [text]:
-        if piece.strip():
-            yield Document(text=piece, origin=str(file), line=line)
-        line += piece.count("\n") + (separator.count("\n") if separator else 0)
+def _read_text(file: Path, source: TextSource, problems: Problems) -> Iterator[AnyDocument]:
+    return read_text_file(file, source.document_separator, problems)
 
 
 def _read_jsonl(file: Path, source: TextSource, problems: Problems) -> Iterator[Document]:
@@ -317,7 +307,7 @@ def _record_text(record: Any, place: str, problems: Problems) -> str | None:
     return text
 
 
-_READERS: dict[str, Callable[[Path, TextSource, Problems], Iterator[Document]]] = {
+_READERS: dict[str, Callable[[Path, TextSource, Problems], Iterator[AnyDocument]]] = {
     "text": _read_text,
     "jsonl": _read_jsonl,
     "parquet": _read_parquet,

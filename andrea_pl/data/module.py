@@ -20,7 +20,14 @@ from andrea_pl.data.dataset import DynamicPaddingCollator, TokenizedDataset
 from andrea_pl.data.documents import TextSource
 from andrea_pl.data.loader import MicroBatchLoader, TextWindowLoader, WindowReader
 from andrea_pl.data.mixtures import Fixed
-from andrea_pl.data.prepare import Preparation, Prepared, keep_tokenizer, open_prepared, prepare
+from andrea_pl.data.prepare import (
+    TOKENIZER_SAMPLE_BYTES,
+    Preparation,
+    Prepared,
+    keep_tokenizer,
+    open_prepared,
+    prepare,
+)
 from andrea_pl.data.repetition import repetition
 from andrea_pl.data.store import fingerprint
 from andrea_pl.data.tokenizer import TextTokenizer
@@ -64,6 +71,8 @@ class TextDataModule(pl.LightningDataModule):
         on_error: `raise` stops at input that cannot be read; `skip` leaves it out, counts it and says so.
         cache_dir: Folder for tokenizers and token stores; `$XDG_CACHE_HOME/andrea_pl` or `~/.cache/andrea_pl`
             when left out. Settings that differ get folders of their own.
+        tokenizer_sample_bytes: Bytes of training text that a tokenizer is learnt from, at most. Of more text,
+            pieces are chosen by a hash of their content.
 
     Raises:
         UserError: If a value cannot work; the message names it.
@@ -87,6 +96,7 @@ class TextDataModule(pl.LightningDataModule):
         tokenizer: str | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         cache_dir: str | None = None,
+        tokenizer_sample_bytes: int = TOKENIZER_SAMPLE_BYTES,
     ) -> None:
         super().__init__()
         counts = {
@@ -96,6 +106,7 @@ class TextDataModule(pl.LightningDataModule):
             "micro_batch_tokens": micro_batch_tokens,
             "micro_batch_sequences": micro_batch_sequences,
             "prefetch_factor": prefetch_factor,
+            "tokenizer_sample_bytes": tokenizer_sample_bytes,
         }
         for name, value in counts.items():
             if value is not None and value < 1:
@@ -139,6 +150,7 @@ class TextDataModule(pl.LightningDataModule):
             test_fraction=test_fraction,
             on_error=on_error,
             cache_dir=_cache_dir(cache_dir),
+            tokenizer_sample_bytes=tokenizer_sample_bytes,
         )
         self._prepared: Prepared | None = None
         self._parts: dict[Split, list[TokenizedDataset]] = {}
@@ -197,7 +209,7 @@ class TextDataModule(pl.LightningDataModule):
             is_text = source.kind == "files" and source.format_of(Path(store.origin(record))) == "text"
             if offset and is_text and tokenizer is not None:
                 before = store.tokens[record["start"] : record["start"] + offset]
-                lines = tokenizer.decode([int(token) for token in before]).count("\n")
+                lines = sum(text.count("\n") for text in tokenizer.decode_in_parts(before))
                 return f"{name} {store.describe(document_id - first, lines)}"
         return self.describe(document_id)
 
@@ -235,19 +247,21 @@ class TextDataModule(pl.LightningDataModule):
     def known_words(self) -> set[str]:
         """Return the words of the training text, as `andrea_callbacks.coherence` counts them. Needs `setup`.
 
-        Of a large text every n-th document is read, so that some millions of tokens are. Empty where no
-        tokenizer is known.
+        Of a large text every n-th document is read, and of a long document every n-th part, so that some
+        millions of tokens are. Empty where no tokenizer is known.
         """
         tokenizer = self.tokenizer
         if tokenizer is None:
             return set()
         parts = [part.sequences for part in self._parts["train"]]
-        tokens = sum(len(document) for part in parts for document in part)
-        every = -(-tokens // WORD_TOKENS)
+        every = -(-sum(len(document) for part in parts for document in part) // WORD_TOKENS)
+        documents = (np.asarray(part[at]) for part in parts for at in range(0, len(part), max(every, 1)))
         return known_units(
-            tokenizer.decode([int(token) for token in part[at]])
-            for part in parts
-            for at in range(0, len(part), max(every, 1))
+            text
+            for document in documents
+            for text in tokenizer.decode_in_parts(
+                document, -(-len(document) // WORD_TOKENS), whole_words=True
+            )
         )
 
     def use_tokenizer(self, tokenizer: TextTokenizer) -> None:

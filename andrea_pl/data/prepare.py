@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -11,7 +11,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from tqdm import tqdm
 
 from andrea_pl.data.documents import Problems, TextSource
-from andrea_pl.data.encoding import digest, encoded
+from andrea_pl.data.encoding import encoded
+from andrea_pl.data.records import digest
+from andrea_pl.data.sample import TextSample
 from andrea_pl.data.store import (
     FORMAT_VERSION,
     SPLITS,
@@ -25,6 +27,8 @@ from andrea_pl.data.store import (
 from andrea_pl.data.token_files import token_pieces
 from andrea_pl.data.tokenizer import TextTokenizer
 from andrea_pl.errors import UserError
+
+TOKENIZER_SAMPLE_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,7 @@ class Preparation:
         test_fraction: Share of documents held out for the test.
         on_error: `raise` stops at input that cannot be read; `skip` counts it and says so.
         cache_dir: Folder under which stores are kept.
+        tokenizer_sample_bytes: Bytes of training text that a tokenizer is learnt from, at most.
     """
 
     sources: Sequence[TextSource]
@@ -49,6 +54,7 @@ class Preparation:
     test_fraction: float
     on_error: Literal["raise", "skip"]
     cache_dir: Path
+    tokenizer_sample_bytes: int = TOKENIZER_SAMPLE_BYTES
 
     @property
     def stored(self) -> list[TextSource]:
@@ -66,6 +72,8 @@ class Preparation:
         settings = [source.settings() for source in self.sources]
         tokenizer = None if self.tokenizer is None else str(Path(self.tokenizer).expanduser().absolute())
         values = [self.vocab_size, tokenizer, self.val_fraction, self.test_fraction, self.on_error]
+        if self.tokenizer_sample_bytes != TOKENIZER_SAMPLE_BYTES and tokenizer is None:
+            values.append(self.tokenizer_sample_bytes)  # the default keeps the folders of earlier versions
         return self.cache_dir / fingerprint([FORMAT_VERSION, settings, values])
 
     def split_of_tokens(self, source: TextSource, document: Sequence[int]) -> str:
@@ -174,8 +182,15 @@ def _prepare_tokenizer(preparation: Preparation) -> TextTokenizer:
     inputs = fingerprint([source.fingerprint() for source in preparation.text])
     if path.exists() and mark.exists() and mark.read_text() == inputs:
         return TextTokenizer.load(path)
-    rank_zero_info(f"learning a tokenizer of {preparation.vocab_size} ids")
-    tokenizer = TextTokenizer.train(_training_texts(preparation), preparation.vocab_size)
+    sample = _training_sample(preparation)
+    share = f"all {sample.seen_bytes:,} bytes of training text"
+    if sample.kept_bytes < sample.seen_bytes:
+        share = (
+            f"{sample.kept_bytes:,} of {sample.seen_bytes:,} bytes of training text, chosen by a hash of "
+            "their content (data.tokenizer_sample_bytes)"
+        )
+    rank_zero_info(f"learning a tokenizer of {preparation.vocab_size} ids from {share}")
+    tokenizer = TextTokenizer.train(sample.texts(), preparation.vocab_size)
     try:
         preparation.folder.mkdir(parents=True, exist_ok=True)
         _replace(path, tokenizer.definition)
@@ -194,12 +209,15 @@ def _replace(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _training_texts(preparation: Preparation) -> Iterator[str]:
+def _training_sample(preparation: Preparation) -> TextSample:
     problems = Problems(preparation.on_error)
+    sample = TextSample(preparation.tokenizer_sample_bytes)
     for source in preparation.text:
         for document in source.read(problems):
-            if preparation.split_of(source, digest(document.content)) == "train":
-                yield document.text
+            if preparation.split_of(source, document.digest) == "train":
+                for piece in TextTokenizer.pieces_to_learn(document.parts()):
+                    sample.add(piece)
+    return sample
 
 
 def _tokenizer_mark(source: TextSource, tokenizer: TextTokenizer | None) -> str | None:
@@ -236,16 +254,17 @@ def _write(
             if source.is_token_file
             else encoded(source, cast(TextTokenizer, tokenizer), problems)
         )
-        for tokens, size, content, document in tqdm(
+        for tokens, size, mark, document in tqdm(
             pieces, desc=source.name, unit=" documents", disable=None, leave=False
         ):
-            mark = digest(content)
             split = preparation.split_of(source, mark)
             repeated += mark in seen
             crossing += seen.setdefault(mark, split) != split
             splits[split] += 1
+            for part in tokens:
+                writer.write(part)
             writer.add(
-                tokens,
+                [],
                 size=size,
                 split=split,
                 origin=document.origin,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from andrea_pl.data.documents import Problems, TextSource
 from andrea_pl.data.encoding import Piece
-from andrea_pl.data.records import Document
+from andrea_pl.data.records import Document, digest
 from andrea_pl.errors import UserError
 
 PIECE_TOKENS = 8192
@@ -33,7 +33,8 @@ def token_pieces(source: TextSource, vocab_size: int, problems: Problems) -> Ite
             )
         for start, end in _piece_bounds(tokens, source.end_of_document):
             piece = np.array(tokens[start:end])
-            yield piece, piece.nbytes, piece.tobytes(), Document(text="", origin=str(file), line=start)
+            document = Document(text="", origin=str(file), line=start)
+            yield [piece], piece.nbytes, digest(piece.tobytes()), document
 
 
 def _piece_bounds(tokens: NDArray[Any], end_of_document: int | None) -> Iterator[tuple[int, int]]:

@@ -4,18 +4,22 @@ import hashlib
 import json
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from andrea_pl.data.cutting import BOUNDED, Cutter
+from andrea_pl.data.token_bytes import bytes_of_ids
 from andrea_pl.errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 BYTES = 256
+DECODED_TOKENS = 1 << 16
+"""Tokens of a long text that are decoded at once."""
 
 
 class TextTokenizer:
@@ -51,6 +55,7 @@ class TextTokenizer:
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         """Number of ids."""
         self._definition = self._tokenizer.to_str()
+        self._cutter: Cutter | None = None
 
     @classmethod
     def load(cls, path: str | Path) -> "TextTokenizer":
@@ -68,8 +73,11 @@ class TextTokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> "TextTokenizer":
         """Learn merges from texts.
 
+        Words are those of GPT-2, but no run of letters, digits, other characters or white space is longer
+        than `LONGEST_RUN`: the time that a word takes grows faster than its length.
+
         Args:
-            texts: The training text.
+            texts: The training text. Long texts are cut into pieces, which changes nothing in the result.
             vocab_size: Merges + 256 bytes + 1 special. Where the text is too small for that many merges fewer
                 are learnt, with a warning.
 
@@ -80,16 +88,15 @@ class TextTokenizer:
             raise UserError(
                 f"vocab_size must be at least {BYTES + 1} (256 bytes and one special), got {vocab_size}"
             )
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer = _untrained()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=[END_OF_DOCUMENT],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=sys.stderr.isatty(),
         )
-        tokenizer.train_from_iterator(texts, trainer)
+        pieces = (piece for text in texts for piece in cls.pieces_to_learn([text]))
+        tokenizer.train_from_iterator(pieces, trainer)
         trained = cls(tokenizer.to_str())
         if trained.vocab_size < vocab_size:
             warnings.warn(
@@ -99,6 +106,12 @@ class TextTokenizer:
                 stacklevel=2,
             )
         return trained
+
+    @staticmethod
+    def pieces_to_learn(parts: Iterable[str]) -> Iterator[str]:
+        """Cut a text, given in parts, into pieces that `train` counts the very words of the whole in."""
+        tokenizer = _untrained()
+        return Cutter(tokenizer, json.loads(tokenizer.to_str())).pieces(parts)
 
     @property
     def definition(self) -> str:
@@ -119,25 +132,63 @@ class TextTokenizer:
 
         The first stands for the start of the document, so that its first word is a label like any other.
         """
-        encode_batch = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
-        return [
-            [self.end_id, *encoding.ids, self.end_id]
-            for encoding in encode_batch(list(texts), add_special_tokens=False)
-        ]
+        return [[self.end_id, *ids.tolist(), self.end_id] for ids in self.encode_pieces(texts)]
+
+    def encode_pieces(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Return the ids of many texts, encoded in parallel, without end-of-document tokens.
+
+        The library takes some 40 to 120 bytes of memory for a byte of text, more where a text is long.
+        """
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    @property
+    def cutter(self) -> Cutter:
+        """What cuts long texts where that does not change their ids."""
+        if self._cutter is None:
+            self._cutter = Cutter(self._tokenizer, json.loads(self._definition))
+        return self._cutter
+
+    @property
+    def unknown_id(self) -> int | None:
+        """Id of the token that stands for whatever the vocabulary cannot write, None where there is none."""
+        model = cast("dict[str, Any]", json.loads(self._definition)["model"])
+        token = model.get("unk_token")
+        return model.get("unk_id") if token is None else self._tokenizer.token_to_id(token)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; special tokens give nothing, unfinished UTF-8 gives U+FFFD."""
         return self._tokenizer.decode(list(ids))
 
+    def decode_in_parts(self, ids: NDArray[Any], every: int = 1, whole_words: bool = False) -> Iterator[str]:
+        """Yield the text of any number of ids, decoded `DECODED_TOKENS` at a time.
+
+        Args:
+            ids: (T,) ids.
+            every: Decode only each n-th part.
+            whole_words: Leave out the words that a border between two parts may have cut.
+        """
+        for start in range(0, len(ids), DECODED_TOKENS * every):
+            end = start + DECODED_TOKENS
+            text = self.decode(ids[start:end].tolist())
+            first, last = 0, len(text)
+            while whole_words and start and first < last and not text[first].isspace():
+                first += 1
+            while whole_words and end < len(ids) and last > first and not text[last - 1].isspace():
+                last -= 1
+            yield text[first:last]
+
     def bytes_per_token(self) -> NDArray[np.int64] | None:
-        """Return (V,) the bytes of text that each id stands for; None if the tokenizer is not byte-level."""
-        definition = cast(dict[str, Any], json.loads(self._definition))
-        if (definition.get("decoder") or {}).get("type") != "ByteLevel":
-            return None
-        special = {added["id"] for added in definition.get("added_tokens", []) if added.get("special")}
-        table = np.zeros(self.vocab_size, dtype=np.int64)
-        for token, index in self._tokenizer.get_vocab(with_added_tokens=True).items():
-            table[index] = (
-                0 if index in special else len(token)
-            )  # one character of the byte alphabet is one byte
-        return table
+        """Return (V,) the bytes of text that each id stands for; None where that is not known for certain."""
+        table = bytes_of_ids(json.loads(self._definition), self.end_id)
+        return None if table is None else np.array([table.get(index, 0) for index in range(self.vocab_size)])
+
+
+def _untrained() -> Tokenizer:
+    """Return a byte-level BPE tokenizer without merges, and with an end to every run."""
+    tokenizer = Tokenizer(models.BPE())
+    words = pre_tokenizers.Split(Regex(BOUNDED), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

@@ -1,0 +1,194 @@
+r"""Where a long text can be cut so that its pieces have the very ids of the whole.
+
+A tokenizer is cut only where its pre-tokenizer surely ends a word, whatever stands before and behind. Such
+places are known for these:
+
+- The byte-level expression of GPT-2, and ours, which also ends runs of `LONGEST_RUN` characters: between a
+  character that is no white space and one that is. No alternative of the expression goes on from the first
+  to the second, none looks behind itself, and none that ends before the first looks further than to it.
+- The expressions of GPT-4, Llama 3 and Qwen: the same where the white space is a space, because punctuation
+  may keep line ends; and between \n and a letter or digit.
+- Words of BERT: as for GPT-2. They are split at white space in any case.
+- Metaspace, and byte-level with a prefix space: only before a space.
+
+In our expression any end of a word will do, once what follows is longer than a word can be. Other tokenizers
+are not cut: their pre-tokenizer is unknown, or a normalizer looks at the whole text.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+from tokenizers import Tokenizer
+
+PIECE_CHARACTERS = 1 << 16
+"""Characters in a piece, or a little more."""
+LONGEST_RUN = 1024
+"""Letters, digits, other characters or white space that a learnt tokenizer keeps in one word."""
+MARGIN = LONGEST_RUN + 2
+"""How far a word of our expression can look: a space, a run and the character behind it."""
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+BOUNDED = GPT2.replace("+", f"{{1,{LONGEST_RUN}}}")
+"""The expression of GPT-2 with an end to every run; the same words where no run is longer."""
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+_LINE_KEEPING = {
+    _CONTRACTIONS
+    + rf"[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for digits in (r"\p{N}{1,3}", r"\p{N}")
+}
+"""GPT-4 and Llama 3; Qwen 2."""
+
+_BEFORE_SPACE = re.compile(r"(?<=\S) ")
+_BEFORE_WHITE_SPACE = re.compile(r"(?<=\S)[ \t\n\r]")
+_LINE_KEEPING_CUT = re.compile(r"(?<=\S) |(?<=\n)[^\W_]")
+WHITE_SPACE = " \t\n\r"
+_WINDOW = 1 << 12
+
+
+class TooLongPieceError(Exception):
+    """A text without a place to cut it, longer than can be held."""
+
+
+class Cutter:
+    """Cuts long texts into pieces that a tokenizer encodes to the ids of the whole.
+
+    Args:
+        tokenizer: The tokenizer.
+        definition: What its `tokenizer.json` says.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, definition: dict[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        added = cast("list[dict[str, Any]]", definition.get("added_tokens") or [])
+        matched = [each for each in added if not each.get("special")]
+        self._is_bounded = _expression(definition) == BOUNDED and not matched
+        self._place = _known_place(definition)
+        self._added = _breakable(matched)
+        if definition.get("normalizer") and not all(
+            each.isspace() and each.isascii() for each in self._added
+        ):
+            self._place = None  # where the added tokens are found in normalized text is not known
+
+    @property
+    def is_able(self) -> bool:
+        """Whether there are places at which this tokenizer can be cut."""
+        return self._place is not None
+
+    def pieces(self, parts: Iterable[str], most: int | None = None) -> Iterator[str]:
+        """Regroup a text so that it is only cut where the ids allow it.
+
+        Args:
+            parts: The text, cut anywhere.
+            most: Characters that a piece may have at most; no limit when left out.
+
+        Returns:
+            Pieces of about `PIECE_CHARACTERS`, longer where there is no place to cut.
+
+        Raises:
+            TooLongPieceError: If a piece would be longer than `most`.
+        """
+        held: list[str] = []
+        length = 0
+        for part in _sliced(parts):
+            held.append(part)
+            length += len(part)
+            if length < PIECE_CHARACTERS:
+                continue
+            if most is not None and length > most:
+                raise TooLongPieceError
+            cut = self._last_cut(held, length)
+            if cut:
+                text = "".join(held)
+                yield text[:cut]
+                held, length = [text[cut:]], len(text) - cut
+        if length:
+            yield "".join(held)
+
+    def _last_cut(self, held: list[str], length: int) -> int:
+        """Return the last place at which the text may be cut, 0 where its last part adds none."""
+        if self._place is None:
+            return 0
+        text = "".join(held[-2:])
+        first = len(text) - len(held[-1])
+        for end in range(len(text), first, -_WINDOW):
+            start = max(end - _WINDOW, first, 1)
+            for match in reversed(list(self._place.finditer(text, start, end))):
+                if not self._breaks_added(text, match.start()):
+                    return length - len(text) + match.start()
+        is_endless = self._is_bounded and length > 2 * PIECE_CHARACTERS
+        return self._end_of_word("".join(held)) if is_endless else 0
+
+    def _end_of_word(self, text: str) -> int:
+        """Return the end of the last word that what follows the text cannot change."""
+        words = cast(
+            "list[tuple[str, tuple[int, int]]]", self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        )
+        return max((end for _, (_, end) in words if end <= len(text) - MARGIN), default=0)
+
+    def _breaks_added(self, text: str, at: int) -> bool:
+        """Say whether an added token that holds white space lies over a place."""
+        return any(each in text[max(at - len(each) + 1, 0) : at + len(each) - 1] for each in self._added)
+
+
+def _sliced(parts: Iterable[str]) -> Iterator[str]:
+    for part in parts:
+        for start in range(0, len(part), PIECE_CHARACTERS):
+            yield part[start : start + PIECE_CHARACTERS]
+
+
+def _steps(node: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    """Return the steps of a part of the definition, itself where it is no sequence."""
+    if node is None:
+        return []
+    return node[key] if node.get("type") == "Sequence" else [node]
+
+
+def _expression(definition: dict[str, Any]) -> str | None:
+    """Return the regular expression that a byte-level definition splits by, None where it is none."""
+    steps = _steps(definition.get("pre_tokenizer"), "pretokenizers")
+    if not steps or steps[-1].get("type") != "ByteLevel":
+        return None
+    if len(steps) == 1:
+        return GPT2 if steps[0].get("use_regex", True) else None
+    first, last = steps[0], steps[-1]
+    is_plain = (
+        first.get("behavior") == "Isolated" and not first.get("invert") and not last.get("use_regex", True)
+    )
+    if len(steps) != 2 or first.get("type") != "Split" or not is_plain:
+        return None
+    return first["pattern"].get("Regex")
+
+
+def _known_place(definition: dict[str, Any]) -> "re.Pattern[str] | None":
+    """Return where a definition can be cut, as an expression that begins behind the cut."""
+    steps = _steps(definition.get("pre_tokenizer"), "pretokenizers")
+    kinds = [step.get("type") for step in steps]
+    normalizer = cast("dict[str, Any]", definition.get("normalizer") or {}).get("type")
+    words_of_bert = (["BertPreTokenizer"], ["Whitespace"], ["WhitespaceSplit"])
+    if normalizer in (None, "BertNormalizer") and kinds in words_of_bert:
+        return _BEFORE_WHITE_SPACE
+    if normalizer not in (None, "NFC"):  # NFC composes nothing with white space
+        return None
+    if kinds == ["Metaspace"] and steps[0].get("split", True) and normalizer is None:
+        return _BEFORE_SPACE
+    expression = _expression(definition)
+    if expression and steps[-1].get("add_prefix_space"):  # what begins with a space gets no other
+        return _BEFORE_SPACE if expression in (GPT2, BOUNDED, *_LINE_KEEPING) else None
+    if expression in (GPT2, BOUNDED):
+        return _BEFORE_WHITE_SPACE
+    return _LINE_KEEPING_CUT if expression in _LINE_KEEPING else None
+
+
+def _breakable(added: list[dict[str, Any]]) -> list[str]:
+    """Return what a cut beside white space could break: added tokens with the white space that they take."""
+    contents: list[str] = []
+    for each in added:
+        content: str = each["content"]
+        if any(character.isspace() for character in content):
+            contents.append(content)
+        if each.get("rstrip"):
+            contents += [content + space for space in WHITE_SPACE]
+        if each.get("lstrip"):
+            contents += [space + content for space in WHITE_SPACE]
+    return contents
