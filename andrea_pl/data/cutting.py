@@ -11,8 +11,9 @@ places are known for these:
 - Words of BERT: as for GPT-2. They are split at white space in any case.
 - Metaspace, and byte-level with a prefix space: only before a space.
 
-In our expression any end of a word will do, once what follows is longer than a word can be. Other tokenizers
-are not cut: their pre-tokenizer is unknown, or a normalizer looks at the whole text.
+In our expression an end of a word will do, too, once what follows is longer than a word can be: that keeps
+runs without white space, or of nothing else, in bounded pieces. Other tokenizers are not cut: their
+pre-tokenizer is unknown, or a normalizer looks at the whole text.
 """
 
 import re
@@ -42,7 +43,7 @@ _LINE_KEEPING = {
 _BEFORE_SPACE = re.compile(r"(?<=\S) ")
 _BEFORE_WHITE_SPACE = re.compile(r"(?<=\S)[ \t\n\r]")
 _LINE_KEEPING_CUT = re.compile(r"(?<=\S) |(?<=\n)[^\W_]")
-WHITE_SPACE = " \t\n\r"
+WHITE_SPACE = " \t\n\r\u00a0\u3000"
 _WINDOW = 1 << 12
 
 
@@ -62,8 +63,9 @@ class Cutter:
         self._tokenizer = tokenizer
         added = cast("list[dict[str, Any]]", definition.get("added_tokens") or [])
         matched = [each for each in added if not each.get("special")]
-        self._is_bounded = _expression(definition) == BOUNDED and not matched
         self._place = _known_place(definition)
+        changes_text = matched or definition.get("normalizer") or self._place is not _BEFORE_WHITE_SPACE
+        self._is_bounded = _expression(definition) == BOUNDED and not changes_text
         self._added = _breakable(matched)
         if definition.get("normalizer") and not all(
             each.isspace() and each.isascii() for each in self._added
@@ -109,7 +111,7 @@ class Cutter:
         """Return the last place at which the text may be cut, 0 where its last part adds none."""
         if self._place is None:
             return 0
-        text = "".join(held[-2:])
+        text = "".join(held if self._added else held[-2:])
         first = len(text) - len(held[-1])
         for end in range(len(text), first, -_WINDOW):
             start = max(end - _WINDOW, first, 1)
@@ -124,11 +126,18 @@ class Cutter:
         words = cast(
             "list[tuple[str, tuple[int, int]]]", self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
         )
-        return max((end for _, (_, end) in words if end <= len(text) - MARGIN), default=0)
+        ends = (end for _, (_, end) in words if end <= len(text) - MARGIN)
+        # White space before something else ends elsewhere once nothing follows it.
+        return max((at for at in ends if not _is_space(text[at - 1]) or text[at] in WHITE_SPACE), default=0)
 
     def _breaks_added(self, text: str, at: int) -> bool:
         """Say whether an added token that holds white space lies over a place."""
         return any(each in text[max(at - len(each) + 1, 0) : at + len(each) - 1] for each in self._added)
+
+
+def _is_space(character: str) -> bool:
+    r"""Say whether a character may be white space to an expression; to Python's, four controls are, too."""
+    return character.isspace() and not "\x1c" <= character <= "\x1f"
 
 
 def _sliced(parts: Iterable[str]) -> Iterator[str]:

@@ -182,15 +182,7 @@ def _prepare_tokenizer(preparation: Preparation) -> TextTokenizer:
     inputs = fingerprint([source.fingerprint() for source in preparation.text])
     if path.exists() and mark.exists() and mark.read_text() == inputs:
         return TextTokenizer.load(path)
-    sample = _training_sample(preparation)
-    share = f"all {sample.seen_bytes:,} bytes of training text"
-    if sample.kept_bytes < sample.seen_bytes:
-        share = (
-            f"{sample.kept_bytes:,} of {sample.seen_bytes:,} bytes of training text, chosen by a hash of "
-            "their content (data.tokenizer_sample_bytes)"
-        )
-    rank_zero_info(f"learning a tokenizer of {preparation.vocab_size} ids from {share}")
-    tokenizer = TextTokenizer.train(sample.texts(), preparation.vocab_size)
+    tokenizer = learn_tokenizer(preparation)
     try:
         preparation.folder.mkdir(parents=True, exist_ok=True)
         _replace(path, tokenizer.definition)
@@ -207,6 +199,19 @@ def _replace(path: Path, text: str) -> None:
         file.write(text.encode())
         sync_and_close(file)
     temporary.replace(path)
+
+
+def learn_tokenizer(preparation: Preparation) -> TextTokenizer:
+    """Learn a tokenizer from the training documents, or from a sample of them where they are large."""
+    sample = _training_sample(preparation)
+    share = f"all {sample.seen_bytes:,} bytes of training text"
+    if sample.kept_bytes < sample.seen_bytes:
+        share = (
+            f"{sample.kept_bytes:,} of {sample.seen_bytes:,} bytes of training text, chosen by a hash of "
+            "their content (data.tokenizer_sample_bytes)"
+        )
+    rank_zero_info(f"learning a tokenizer of {preparation.vocab_size} ids from {share}")
+    return TextTokenizer.train(sample.texts(), preparation.vocab_size)
 
 
 def _training_sample(preparation: Preparation) -> TextSample:
