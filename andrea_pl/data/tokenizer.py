@@ -5,6 +5,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,8 +53,8 @@ class TextTokenizer:
             )
         self.end_id: int = end_id
         """Id of the end-of-document token."""
-        self.vocab_size: int = self._tokenizer.get_vocab_size()
-        """Number of ids."""
+        self.vocab_size: int = max(self._tokenizer.get_vocab().values()) + 1
+        """Number of ids: one more than the highest, also where some in between are not used."""
         self._definition = self._tokenizer.to_str()
         self._cutter: Cutter | None = None
 
@@ -110,8 +111,7 @@ class TextTokenizer:
     @staticmethod
     def pieces_to_learn(parts: Iterable[str]) -> Iterator[str]:
         """Cut a text, given in parts, into pieces that `train` counts the very words of the whole in."""
-        tokenizer = _untrained()
-        return Cutter(tokenizer, json.loads(tokenizer.to_str())).pieces(parts)
+        return _cutter_to_learn().pieces(parts)
 
     @property
     def definition(self) -> str:
@@ -182,6 +182,12 @@ class TextTokenizer:
         """Return (V,) the bytes of text that each id stands for; None where that is not known for certain."""
         table = bytes_of_ids(json.loads(self._definition), self.end_id)
         return None if table is None else np.array([table.get(index, 0) for index in range(self.vocab_size)])
+
+
+@cache
+def _cutter_to_learn() -> Cutter:
+    tokenizer = _untrained()
+    return Cutter(tokenizer, json.loads(tokenizer.to_str()))
 
 
 def _untrained() -> Tokenizer:

@@ -224,3 +224,11 @@ def with_parts(**parts: Any) -> Tokenizer:
 )
 def test_no_figure_rather_than_a_wrong_one(build: Callable[[], Tokenizer]) -> None:
     assert table_of(build()) is None
+
+
+def test_ids_may_have_holes() -> None:
+    """The highest id decides how many rows a model needs."""
+    built = edited(drop_a_byte)
+    highest = max(built.get_vocab().values())
+    assert built.get_vocab_size() == highest
+    assert TextTokenizer(built.to_str()).vocab_size == highest + 1
