@@ -36,6 +36,7 @@ from andrea_pl.language import LanguageModule
 from andrea_pl.network import Sampling
 from andrea_pl.optim import build_extension
 from andrea_pl.optim.extension import canonical_target, load_extension
+from andrea_pl.output import survive_dead_output
 from andrea_pl.resuming import KEY as SETTINGS_KEY
 from andrea_pl.resuming import (
     ONLY_THIS_CALL,
@@ -46,7 +47,7 @@ from andrea_pl.resuming import (
     requeued_run,
 )
 from andrea_pl.saving import DurableCheckpoint
-from andrea_pl.signals import StoppedBySignal
+from andrea_pl.signals import EndedBySignal, StoppedBySignal, ending_in_order
 from andrea_pl.update import NonFiniteError
 
 NO_CALLBACK = r" *- Problem with given class_path 'lightning.Callback':\n.*\n"
@@ -526,13 +527,15 @@ def main(argv: list[str] | None = None) -> int:
         SystemExit(2).
     """
     arguments = sys.argv[1:] if argv is None else argv
+    survive_dead_output()
     _quieten_lightning()
     try:
         arguments = restrict(arguments)
-        if arguments and arguments[0] in STANDALONE:
-            STANDALONE[arguments[0]](arguments[1:])
-            return 0
-        stopped = AndreaCLI(arguments).stop_reason.event
+        with ending_in_order():
+            if arguments and arguments[0] in STANDALONE:
+                STANDALONE[arguments[0]](arguments[1:])
+                return 0
+            stopped = AndreaCLI(arguments).stop_reason.event
     except StoppedBySignal as stop:
         print(f"andrea: {stop}; the same command with --resume goes on", file=sys.stderr)
         return int(cast(int, stop.code))
@@ -540,10 +543,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"andrea: error: {error}", file=sys.stderr)
         return EXIT_NONFINITE if isinstance(error, NonFiniteError) else EXIT_ERROR
     except (KeyboardInterrupt, SystemExit) as end:
-        if not isinstance(end, KeyboardInterrupt) and not isinstance(end.__context__, KeyboardInterrupt):
+        if not isinstance(end, (KeyboardInterrupt, EndedBySignal)) and not isinstance(
+            end.__context__, KeyboardInterrupt
+        ):
             raise
         print("andrea: interrupted outside of training, where there is nothing to save", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return int(cast(int, end.code)) if isinstance(end, EndedBySignal) else EXIT_INTERRUPTED
     if stopped is not None:
         print(f"andrea: stopped by {stopped.kind}: {stopped.message}", file=sys.stderr)
         return EXIT_STOPPED

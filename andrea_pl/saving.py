@@ -37,7 +37,14 @@ from andrea_pl.checkpoint import FINAL, SUFFIX, DurableCheckpointIO, move_aside,
 from andrea_pl.errors import UserError
 from andrea_pl.fingerprint import fingerprint
 from andrea_pl.lock import FolderLock
-from andrea_pl.signals import StoppedBySignal, StopSignals, requeue_job, requeue_signal
+from andrea_pl.signals import (
+    StoppedBySignal,
+    StopSignals,
+    ignored_signals,
+    note_exception,
+    requeue_job,
+    requeue_signal,
+)
 
 PERIODIC, BEST = "update", "best"
 
@@ -45,8 +52,9 @@ PERIODIC, BEST = "update", "best"
 class DurableCheckpoint(Checkpoint):
     """Saves checkpoints between updates: every n updates, every t minutes, the best, the last, on a signal.
 
-    SIGTERM and SIGINT, from the first update on, let the current update finish, save it and end the process
-    with 143 or 130; a second one ends it at once. SLURM's requeue signal does the same and requeues the job.
+    SIGTERM, SIGINT and SIGHUP, from the first update on, let the current update finish, save it and end the
+    process with 143, 130 or 129; a second SIGTERM or SIGINT ends it at once. One that is ignored when the fit
+    starts, as under `nohup`, stays ignored. SLURM's requeue signal does the same and requeues the job.
     A signal during validation breaks it off, on one rank; a resume runs it again. Where a callback has
     replaced the weights for validation, as averages do, the run stops after it, when they are back.
 
@@ -129,6 +137,7 @@ class DurableCheckpoint(Checkpoint):
         self._written: dict[str, int] | None = None
         self._is_saving = self._is_due = self._is_late_told = False
         self._told: int | None = None
+        self._ignored: frozenset[int] = frozenset()
         self._score: float | None = None
         self._since = time.monotonic()
 
@@ -177,6 +186,7 @@ class DurableCheckpoint(Checkpoint):
         self._forget()
         self.best = {}
         self._best_of_worker = ""
+        self._ignored = ignored_signals()  # before Lightning takes SIGTERM
         self._epochs = trainer.max_epochs
         self.dirpath = str(trainer.strategy.broadcast(self._resolve(trainer)))
         logs = trainer.log_dir if trainer.loggers else None  # all ranks must ask
@@ -225,9 +235,9 @@ class DurableCheckpoint(Checkpoint):
         self._since = time.monotonic()
         others = [each for each in cast(Any, trainer).callbacks if isinstance(each, DurableCheckpoint)]
         if others[-1] is self:  # the last one saves after the others have
-            self._signals = StopSignals(requeue_signal(trainer))
+            self._signals = StopSignals(requeue_signal(trainer), self._ignored)
             self._signals.install()
-            if trainer.received_sigterm:
+            if trainer.received_sigterm and signal.SIGTERM not in self._ignored:
                 self._signals.received = signal.SIGTERM
 
     @override
@@ -311,6 +321,7 @@ class DurableCheckpoint(Checkpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         """Give signals and folder back; nothing is saved of an update that failed."""
+        note_exception(exception)
         self._let_go(trainer)
 
     @override

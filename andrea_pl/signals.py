@@ -1,9 +1,15 @@
-"""Signals that end a run: the first lets the current update finish, the second ends the process at once."""
+"""Signals that end a run: the first lets the current update finish, the second ends the process at once.
+
+A signal that is ignored when a run starts, as `nohup` and shells have it, stays ignored. A closed terminal
+may send SIGHUP more than once, and a logout SIGTERM with it, so that SIGHUP never counts as one of the two.
+"""
 
 import os
 import signal
 import subprocess
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, cast
 
@@ -12,12 +18,19 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from andrea_callbacks.packages import is_kind
+from andrea_pl.output import say_at_once
+
+HANGUP: int | None = getattr(signal, "SIGHUP", None)
+"""The signal of a terminal that was closed, None on Windows."""
+
+_ignored_by_lightning: set[int] = set()
+"""Signals that Lightning ignores after a fit that Ctrl-C ended, for the rest of the process."""
 
 
 class StoppedBySignal(SystemExit):
     """A run that a signal ended, after its update was finished and saved.
 
-    Its exit code is 128 plus the signal's number: 143 for SIGTERM, 130 for SIGINT.
+    Its exit code is 128 plus the signal's number: 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP.
 
     Args:
         signum: The signal.
@@ -36,42 +49,104 @@ class StoppedBySignal(SystemExit):
         return f"{signal.Signals(self.signum).name} after update {self.update}; {place}"
 
 
+class EndedBySignal(SystemExit):
+    """A command that SIGTERM or SIGHUP ended outside of training, where there is nothing to save.
+
+    Args:
+        signum: The signal.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(128 + signum)
+        self.signum = signum
+
+
 class StopSignals:
-    """Notes SIGTERM, SIGINT and the signal by which SLURM asks for a requeue, for somebody to act on.
+    """Notes SIGTERM, SIGINT, SIGHUP and the signal by which SLURM asks for a requeue, for somebody to act on.
 
     Args:
         requeue: That signal, None where a requeue is not asked for.
+        ignored: Signals that stay ignored; those that are ignored now when left out.
     """
 
-    def __init__(self, requeue: int | None = None) -> None:
+    def __init__(self, requeue: int | None = None, ignored: frozenset[int] | None = None) -> None:
         self.received: int | None = None
         """The first signal that came, None before."""
         self.requeue = requeue
+        self.ignored = ignored_signals() if ignored is None else ignored
+        self._insisted = False
         self._before: dict[int, Any] = {}
 
     def install(self) -> None:
         """Take the signals, in the main thread; elsewhere Python has no handlers, which is said."""
         if threading.current_thread() is not threading.main_thread():
-            rank_zero_warn("not the main thread: SIGTERM and SIGINT end this run without saving")
+            rank_zero_warn("not the main thread: SIGTERM, SIGINT and SIGHUP end this run without saving")
             return
-        wanted = [signal.SIGTERM, signal.SIGINT] + ([] if self.requeue is None else [self.requeue])
-        for each in wanted:
-            self._before[each] = signal.signal(each, self._note)
+        for each in [*_ending(), *([] if self.requeue is None else [self.requeue])]:
+            is_ignored = each in self.ignored and each != self.requeue
+            self._before[each] = signal.signal(each, signal.SIG_IGN if is_ignored else self._note)
 
     def restore(self) -> None:
-        """Give the signals back to whom they were taken from."""
+        """Give the signals back to whom they were taken from; a handler that is not Python's cannot be."""
         for each, handler in self._before.items():
-            signal.signal(each, handler)
+            signal.signal(each, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         del frame
         name = signal.Signals(signum).name
-        if self.received is not None:
-            os.write(2, f"\n{name} once more: ending at once\n".encode())
+        if self._insisted and signum != HANGUP:
+            say_at_once(f"\n{name} once more: ending at once\n")
             os._exit(128 + signum)
-        self.received = signum
-        os.write(2, f"\n{name}: finishing and saving this update; once more ends at once\n".encode())
+        self._insisted |= signum != HANGUP
+        if self.received is None:
+            self.received = signum
+            say_at_once(f"\n{name}: finishing and saving this update; once more ends at once\n")
+
+
+def ignored_signals() -> frozenset[int]:
+    """Return which of the signals that end a run are ignored, by whoever started the process or set that."""
+    ignored = {each for each in _ending() if signal.getsignal(each) == signal.SIG_IGN}
+    return frozenset(ignored - _ignored_by_lightning)
+
+
+def note_exception(exception: BaseException) -> None:
+    """Remember that Lightning ignores Ctrl-C from here on, which nobody asked for; a next fit takes it."""
+    if isinstance(exception, KeyboardInterrupt):
+        _ignored_by_lightning.add(signal.SIGINT)
+
+
+@contextmanager
+def ending_in_order() -> Generator[None, None, None]:
+    """Have SIGTERM and SIGHUP raise `EndedBySignal`, so that what was begun is cleaned up.
+
+    It holds where they would end the process otherwise: a signal that is ignored or handled stays so.
+    """
+    taken: list[int] = []
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        del frame
+        if signal.getsignal(signum) is not end:
+            return  # Lightning has put its own handler around this one
+        for each in taken:
+            signal.signal(each, signal.SIG_IGN if each == HANGUP else signal.SIG_DFL)
+        raise EndedBySignal(signum)
+
+    if threading.current_thread() is threading.main_thread():
+        taken += [
+            each for each in _ending() if each != signal.SIGINT and signal.getsignal(each) == signal.SIG_DFL
+        ]
+    for each in taken:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each in taken:
+            signal.signal(each, signal.SIG_DFL)
+
+
+def _ending() -> list[int]:
+    return [signal.SIGTERM, signal.SIGINT, *([] if HANGUP is None else [HANGUP])]
 
 
 def requeue_signal(trainer: pl.Trainer) -> int | None:

@@ -16,6 +16,7 @@ collect_ignore = [  # run in processes of their own
     "system/watched_ranks.py",
     "system/steady_memory.py",
     "system/killed.py",
+    "system/terminals.py",
     "kernels/builds.py",
     "kernels/checks.py",
     "kernels/mutants.py",

@@ -207,10 +207,13 @@ def build_loader(
 def _leave_signals_to_the_run(worker: int) -> None:
     """Let a signal that is sent to all processes of a run end a worker when the run ends, and not before.
 
-    Ctrl-C is ignored, and SIGTERM unless the run itself sends it, to be rid of this worker.
+    Ctrl-C and a closed terminal are ignored, and SIGTERM unless the run itself sends it, to be rid of this
+    worker.
     """
     del worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "SIGHUP"):  # not on Windows
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if not hasattr(signal, "sigwaitinfo"):  # not on macOS
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
