@@ -32,6 +32,7 @@ from andrea_pl.checkpoint import DurableCheckpointIO, read_checkpoint
 from andrea_pl.data.module import TextDataModule
 from andrea_pl.errors import UserError
 from andrea_pl.export import export_model
+from andrea_pl.folders import RunFolders
 from andrea_pl.language import LanguageModule
 from andrea_pl.network import Sampling
 from andrea_pl.optim import build_extension
@@ -225,19 +226,24 @@ class AndreaCLI(LightningCLI):
 
     def __init__(self, args: list[str]) -> None:
         self.stop_reason = StopReason()
-        super().__init__(
-            LanguageModule,
-            TextDataModule,
-            save_config_callback=KeepConfig,
-            save_config_kwargs={"overwrite": True},
-            trainer_class=CommandTrainer,
-            trainer_defaults={"log_every_n_steps": 1},
-            seed_everything_default=0,
-            parser_class=CommandParser,
-            args=args,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-        )
+        self.folders = RunFolders()
+        try:
+            super().__init__(
+                LanguageModule,
+                TextDataModule,
+                save_config_callback=KeepConfig,
+                save_config_kwargs={"overwrite": True},
+                trainer_class=CommandTrainer,
+                trainer_defaults={"log_every_n_steps": 1},
+                seed_everything_default=0,
+                parser_class=CommandParser,
+                args=args,
+                auto_configure_optimizers=False,
+                load_from_checkpoint_support=False,
+            )
+        except BaseException:
+            self.folders.give_back()
+            raise
 
     @staticmethod
     @override
@@ -303,7 +309,7 @@ class AndreaCLI(LightningCLI):
             rank_zero_info(
                 "no DurableCheckpoint among trainer.callbacks: a signal ends this run without saving"
             )
-        added.append(self.stop_reason)
+        added += [self.stop_reason, self.folders]
         self.trainer_defaults["callbacks"] = added
         try:
             trainer = super().instantiate_trainer(**kwargs)
@@ -324,7 +330,7 @@ class AndreaCLI(LightningCLI):
 
     @override
     def after_instantiate_classes(self) -> None:
-        """Find the checkpoint that is used; compare its settings, prepare text with its tokenizer."""
+        """Find the checkpoint that is used, then take the run's folders, before loggers open files there."""
         _refuse_climbing_loggers(self.trainer)
         options = self.config_init[cast(str, self.subcommand)]
         given = [name for name in ("ckpt_path", "init_from", "resume") if options.get(name)]
@@ -333,14 +339,22 @@ class AndreaCLI(LightningCLI):
                 f"--{given[0]} and --{given[1]} are not given both: --resume goes on with a run in its own "
                 "folder, --ckpt_path resumes into a new one, --init_from starts from weights alone"
             )
+        run = None
         if self.subcommand == "fit":
             run = self._find_run(options.get("resume"), is_free=not given)
             if run is not None:
-                continue_logs(self.trainer, run)
                 options["ckpt_path"] = str(run.checkpoint.path)
         path = options.get("ckpt_path") or options.get("init_from")
-        if not path:
-            return
+        if path:
+            self._use_checkpoint(path, is_resumed=self.subcommand == "fit" and bool(options.get("ckpt_path")))
+        if run is not None:
+            for renamed in continue_logs(self.trainer, run):
+                self.folders.note_renamed(*renamed)
+        if self.subcommand != "prepare":
+            self.folders.take(self.trainer, trains=self.subcommand == "fit")
+
+    def _use_checkpoint(self, path: str, is_resumed: bool) -> None:
+        """Compare a checkpoint's settings where it is resumed from; prepare text with its tokenizer."""
         if path in LIGHTNING_KEYWORDS:
             raise UserError(
                 f"--ckpt_path {path}: Lightning takes that for a word of its own, which may find nothing and "
@@ -348,7 +362,8 @@ class AndreaCLI(LightningCLI):
             )
         checkpoint = read_checkpoint(path, mmap="://" not in path)
         block = read_block(checkpoint, path)
-        if self.subcommand == "fit" and options.get("ckpt_path"):
+        if is_resumed:
+            options = self.config_init[cast(str, self.subcommand)]
             keeper = next(each for each in self._callbacks() if isinstance(each, KeepConfig))
             allowed = cast("list[str]", options.get("allow_drift") or [])
             compare_settings(checkpoint, keeper.settings, path, allowed, keeper.defaults)
@@ -358,8 +373,11 @@ class AndreaCLI(LightningCLI):
     def _find_run(self, given: str | None, is_free: bool) -> Continuation | None:
         """Return the run that is gone on with: the one given, or that of a job which SLURM requeued."""
         if given is not None:
-            return find_run(self.trainer, given)
-        return requeued_run(self.trainer) if is_free else None
+            return find_run(self.trainer, given, self._lock)
+        return requeued_run(self.trainer, self._lock) if is_free else None
+
+    def _lock(self, folder: Path) -> None:
+        self.folders.lock(self.trainer, folder)
 
     def _callbacks(self) -> list[Callback]:
         return cast("list[Callback]", cast(Any, self.trainer).callbacks)
@@ -563,6 +581,7 @@ def _quieten_lightning() -> None:
     for message in (
         "Using ModelCheckpoint with manual optimization",
         "LightningCLI's args parameter is intended to run from within Python",
+        "Experiment logs directory .* exists",  # metrics.csv has been given another name
         "`isinstance",  # Lightning 2.6 on a newer torch
     ):
         warnings.filterwarnings("ignore", message=message)

@@ -1,51 +1,72 @@
 """One run per folder: a lock that the kernel lets go of when its process ends, however it ends."""
 
+import errno
 import json
 import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, cast
 from weakref import WeakSet
 
+from lightning.pytorch.utilities import rank_zero_warn
+
+from andrea_callbacks.durable import write_all
 from andrea_pl.errors import UserError
 
 LOCK_NAME = ".lock"
+
+HELD = (errno.EAGAIN, errno.EACCES)
+"""Errors by which a file system says that another process has the lock; NFS may use the second."""
 
 
 class FolderLock:
     """Holds a folder for this process.
 
     The lock is on an open file, and ends with the process; what the file says of its last holder is for
-    people, and for finding a run again. A file left by a process that was killed is taken over.
+    people, and for finding a run again. A file left by a process that was killed is taken over. On a file
+    system without locks the holder is written all the same, and a warning says what cannot be refused.
 
     Args:
         folder: An existing folder.
         facts: What else the file is to say: plain values by name.
+        announce: Whether the file names this process at once; `announce()` does so later otherwise.
 
     Raises:
         UserError: If another run holds it; the message names process and machine.
     """
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any] | None = None) -> None:
-        import fcntl  # not on Windows
+    def __init__(self, folder: Path, facts: Mapping[str, Any] | None = None, announce: bool = True) -> None:
+        self.folder = folder
+        path = folder / LOCK_NAME
+        self.is_new = not path.exists()
+        """Whether there was no file before."""
+        self._file: FileIO | None = None
+        self.hold()
+        self.before = cast(FileIO, self._file).readall()
+        """What the file said before."""
+        if announce:
+            self.announce(facts)
 
-        self._fcntl = fcntl
-        self._file: TextIO | None = (folder / LOCK_NAME).open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._close()
-            holder = read_holder(folder)
-            raise UserError(
-                f"{folder} is being written by another run (process {holder.get('process', '?')} on "
-                f"{holder.get('machine', '?')}, since {holder.get('since', '?')}); wait for it, stop it, or "
-                "give this one another folder"
-            ) from error
-        except OSError:  # a file system without locks: nothing can be promised there
-            self._close()
-            return
+    def hold(self) -> None:
+        """Lock the folder, unless this object does already.
+
+        Raises:
+            UserError: If another run holds it.
+        """
+        while self._file is None:
+            self._file = self._take(self.folder / LOCK_NAME)
+        _held.add(self)
+
+    def announce(self, facts: Mapping[str, Any] | None = None) -> None:
+        """Write who holds the folder.
+
+        Raises:
+            UserError: If the file cannot be written.
+        """
         holder = {
             "process": os.getpid(),
             "machine": socket.gethostname(),
@@ -53,25 +74,94 @@ class FolderLock:
             "job": os.environ.get("SLURM_JOB_ID"),
             **(facts or {}),
         }
-        self._file.truncate(0)
-        self._file.write(json.dumps(holder) + "\n")
-        self._file.flush()
-        _held.add(self)
+        self._rewrite(json.dumps(holder).encode() + b"\n")
+
+    def withdraw(self) -> None:
+        """Let go of the folder with the file as it was before: of a run that did not start."""
+        if self._file is None:
+            return
+        if self.is_new:
+            (self.folder / LOCK_NAME).unlink(missing_ok=True)
+        else:
+            self._rewrite(self.before)
+        self.release()
 
     def release(self) -> None:
         """Let go of the folder; the file stays."""
         if self._file is not None:
-            self._fcntl.flock(self._file, self._fcntl.LOCK_UN)
-            self._close()
+            _unlock(self._file)
+            self.forget()
 
     def forget(self) -> None:
         """Close what a fork inherited, which would hold the folder for as long as the fork lives."""
-        self._close()
-
-    def _close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _take(self, path: Path) -> FileIO | None:
+        """Return the locked file, None if somebody removed it in the meantime."""
+        file = FileIO(path, "r+", opener=lambda name, _: os.open(name, os.O_RDWR | os.O_CREAT, 0o666))
+        try:
+            obstacle = _lock(file)
+        except OSError as error:
+            file.close()
+            holder = read_holder(self.folder)
+            raise UserError(
+                f"{self.folder} is being written by another run (process {holder.get('process', '?')} on "
+                f"{holder.get('machine', '?')}, since {holder.get('since', '?')}); wait for it, stop it, or "
+                "give this one another folder"
+            ) from error
+        try:
+            is_there = os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            file.close()
+            return None
+        if obstacle is not None:
+            rank_zero_warn(
+                f"{self.folder}: its file system cannot lock files ({obstacle}), so that a second run in "
+                "this folder cannot be refused. Take care that only one writes there"
+            )
+        return file
+
+    def _rewrite(self, content: bytes) -> None:
+        file = cast(FileIO, self._file)
+        try:
+            file.seek(0)
+            write_all(file.fileno(), content)
+            file.truncate(len(content))
+        except OSError as error:
+            raise UserError(
+                f"{self.folder / LOCK_NAME} could not be written: {error.strerror or error}; free some "
+                "space, or mend the folder's permissions"
+            ) from error
+
+
+def _lock(file: FileIO) -> str | None:
+    """Lock an open file; return why none can be locked there, None if it is.
+
+    Raises:
+        OSError: If another process has the lock.
+    """
+    try:
+        import fcntl  # not on Windows
+    except ImportError:
+        return "this system has no flock"
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in HELD:
+            raise
+        return error.strerror or str(error)
+    return None
+
+
+def _unlock(file: FileIO) -> None:
+    with suppress(ImportError, OSError):  # where nothing was locked
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 _held: "WeakSet[FolderLock]" = WeakSet()

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -61,32 +61,41 @@ class Continuation:
     checkpoint: Found
 
 
-def find_run(trainer: pl.Trainer, given: str) -> Continuation:
+Lock = Callable[[Path], None]
+"""Takes a run's folder of checkpoints before one of them is chosen; a run that goes on may add another."""
+
+
+def find_run(trainer: pl.Trainer, given: str, lock: Lock | None = None) -> Continuation:
     """Find the run that `--resume` means, and its newest checkpoint that verifies.
 
     Args:
         trainer: Its loggers and checkpoint callback tell where runs are.
         given: A run's log folder, or `NEWEST`.
+        lock: Refuses a run that another process is at.
 
     Raises:
         UserError: If there is no run with a checkpoint, or none of its checkpoints verifies.
     """
     if given != NEWEST:
-        return _continue(_given_run(trainer, Path(given)))
+        return _continue(_given_run(trainer, Path(given)), lock)
     passed: list[str] = []
     places = _places(trainer)
     for place in places:
         if has_checkpoints(place.checkpoints):
             if passed:
                 rank_zero_info(f"passed over, without a checkpoint: {', '.join(passed)}")
-            return _continue(place)
+            return _continue(place, lock)
         passed.append(str(place.folder or place.checkpoints))
     where = _root_of_runs(trainer) or (places[0].checkpoints if places else trainer.default_root_dir)
     raise UserError(f"{where}: no run with a checkpoint is there to go on with; start without --resume")
 
 
-def requeued_run(trainer: pl.Trainer) -> Continuation | None:
+def requeued_run(trainer: pl.Trainer, lock: Lock | None = None) -> Continuation | None:
     """Return this SLURM job's own run, None for a job that was never requeued, or had not saved anything.
+
+    Args:
+        trainer: Its loggers and checkpoint callback tell where runs are.
+        lock: Refuses a run that another process is at.
 
     Raises:
         UserError: If the job's run is there and none of its checkpoints verifies.
@@ -96,18 +105,22 @@ def requeued_run(trainer: pl.Trainer) -> Continuation | None:
         return None
     for place in _places(trainer):
         if read_holder(place.checkpoints).get("job") == job and has_checkpoints(place.checkpoints):
-            return _continue(place)
+            return _continue(place, lock)
     rank_zero_warn(f"job {job} was requeued, and no checkpoint of it is found: its run starts afresh")
     return None
 
 
-def continue_logs(trainer: pl.Trainer, run: Continuation) -> None:
+def continue_logs(trainer: pl.Trainer, run: Continuation) -> list[tuple[Path, Path]]:
     """Have loggers go on in the run's folders.
 
     What TensorBoard's event files have of updates after the checkpoint is discarded by `ExactResume`, once
     the run is known to start. A CSV file, which its logger would delete, is kept under another name. Other
     loggers are left as they are.
+
+    Returns:
+        The files that were given another name, and those names.
     """
+    renamed: list[tuple[Path, Path]] = []
     known = cast("list[list[str]]", read_holder(run.checkpoints).get("loggers") or [])
     versions = {(kind, root): version for kind, root, version in known}
     update = run.checkpoint.update
@@ -124,7 +137,10 @@ def continue_logs(trainer: pl.Trainer, run: Continuation) -> None:
             continue
         file = Path(logger.log_dir) / "metrics.csv"
         if trainer.is_global_zero and file.exists():
-            file.rename(_free_name(file.with_name(f"metrics-until-{update:06d}.csv")))
+            name = _free_name(file.with_name(f"metrics-until-{update:06d}.csv"))
+            file.rename(name)
+            renamed.append((file, name))
+    return renamed
 
 
 def compare_settings(
@@ -229,7 +245,9 @@ def _given_run(trainer: pl.Trainer, folder: Path) -> _Place:
     return _Place(folder=None if root is None else folder, checkpoints=folder / CHECKPOINTS)
 
 
-def _continue(place: _Place) -> Continuation:
+def _continue(place: _Place, lock: Lock | None) -> Continuation:
+    if lock is not None:
+        lock(place.checkpoints)
     found = newest_valid(place.checkpoints)
     say_passed_over(found)
     rank_zero_info(f"resuming after update {found.update}, from {found.path}")

@@ -15,6 +15,7 @@ import math
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -28,6 +29,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from andrea_callbacks.curves import remove_opened_files
+from andrea_callbacks.durable import make_folder_durably, synchronize_folder
 from andrea_callbacks.gradients import is_sharded
 from andrea_callbacks.host import agree
 from andrea_callbacks.packages import twin_of, with_twin
@@ -188,9 +191,8 @@ class DurableCheckpoint(Checkpoint):
         self._best_of_worker = ""
         self._ignored = ignored_signals()  # before Lightning takes SIGTERM
         self._epochs = trainer.max_epochs
-        self.dirpath = str(trainer.strategy.broadcast(self._resolve(trainer)))
-        logs = trainer.log_dir if trainer.loggers else None  # all ranks must ask
-        facts = {"logs": logs, "loggers": [_named(each) for each in trainer.loggers]}
+        self.dirpath = str(trainer.strategy.broadcast(self.resolve(trainer)))
+        facts = run_facts(trainer)
         others = [each for each in cast(Any, trainer).callbacks if isinstance(each, DurableCheckpoint)]
         for each in others:
             if each is not self and each.dirpath == self.dirpath:
@@ -212,7 +214,11 @@ class DurableCheckpoint(Checkpoint):
                 "there"
             )
         elif trainer.is_global_zero:
-            self._take_folder(Path(self.dirpath), facts)
+            try:
+                self._take_folder(Path(self.dirpath), facts)
+            except UserError:
+                remove_opened_files(trainer)
+                raise
         self._ahead = _Ahead(self)
         # a new list, since the trainer is going through the old one
         cast(Any, trainer).callbacks = [self._ahead, *cast(Any, trainer).callbacks]
@@ -358,7 +364,8 @@ class DurableCheckpoint(Checkpoint):
             self._signals.restore()
             self._signals = None
 
-    def _resolve(self, trainer: pl.Trainer) -> str:
+    def resolve(self, trainer: pl.Trainer) -> str:
+        """Return where this trainer's files go."""
         if self.given_dirpath is not None:
             given = self.given_dirpath
             return given if "://" in given else str(Path(given).expanduser())
@@ -369,10 +376,28 @@ class DurableCheckpoint(Checkpoint):
         folder = os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)  # noqa: PTH118
         return _joined(folder, "checkpoints")
 
+    def lock_early(self, trainer: pl.Trainer) -> None:
+        """Lock a folder that is there before loggers open files beside it; `setup` is too late for that.
+
+        Raises:
+            UserError: If it is another run's.
+        """
+        is_fit = trainer.state.fn == TrainerFn.FITTING and not getattr(trainer, "fast_dev_run", False)
+        if self._lock is not None or not is_fit or not trainer.is_global_zero:
+            return
+        place = self.resolve(trainer)
+        if "://" not in place and Path(place).is_dir():
+            self._lock = FolderLock(Path(place), announce=False)
+
+    def hand_over(self, lock: FolderLock) -> None:
+        """Take the folder's lock from somebody who has it already."""
+        self._lock = lock
+
     def _take_folder(self, folder: Path, facts: dict[str, Any]) -> None:
         """Lock and sweep the folder; a write is tried, so that one that cannot be is known now."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder_durably(folder)
+            _synchronize_parents(folder)
             trial = folder / f".trial-{time.monotonic_ns()}"
             trial.write_bytes(b"trial")
             trial.unlink()
@@ -381,7 +406,12 @@ class DurableCheckpoint(Checkpoint):
                 f"{folder}: checkpoints cannot be written there ({error.strerror or error}); give another "
                 "dirpath, or mend its permissions"
             ) from error
-        self._lock = FolderLock(folder, facts)
+        if self._lock is not None and self._lock.folder != folder:
+            self._lock.release()
+            self._lock = None
+        if self._lock is None:
+            self._lock = FolderLock(folder, announce=False)
+        self._lock.announce(facts)
         swept = sweep(folder)
         if swept:
             rank_zero_info(
@@ -599,6 +629,19 @@ def _validates_to_stop(trainer: pl.Trainer) -> bool:
     """Say whether validation follows because the run is about to stop."""
     loop = cast(Any, trainer.fit_loop)
     return trainer.should_stop and bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
+def run_facts(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what a run's lock says of it, by which a resume finds its logs. All ranks must call this."""
+    logs = trainer.log_dir if trainer.loggers else None
+    return {"logs": logs, "loggers": [_named(each) for each in trainer.loggers]}
+
+
+def _synchronize_parents(folder: Path) -> None:
+    """Have the disk keep the names of a folder and of the log folder it is in, whoever made them."""
+    for each in (folder.parent, folder.parent.parent):
+        with suppress(OSError):  # a folder that may be entered and not read
+            synchronize_folder(each)
 
 
 def _named(logger: Logger) -> list[str]:

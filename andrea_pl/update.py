@@ -49,6 +49,7 @@ from andrea_pl.optim.clipping import Clipper, can_hold
 from andrea_pl.optim.rates import can_take_new_groups
 from andrea_pl.optim.schedules import FactorLR
 from andrea_pl.ranks import compare_lengths, is_last_window, unequal_windows
+from andrea_pl.saving import DurableCheckpoint
 from andrea_pl.scheduling import ScheduleClock, epochs_over, needs_closure
 from andrea_pl.strategies.synchronization import only_last_synchronizes
 
@@ -293,6 +294,9 @@ class TokenWeightedModule(pl.LightningModule):
         wanted: list[Callback] = [UpdateLog(), PreClipNorm(), FiniteGuard(), EpochSummary(), SourceMonitor()]
         wanted.append(ExactResume())
         present = cast("list[Callback]", getattr(self.trainer, "callbacks", []))
+        for each in present:
+            if isinstance(each, DurableCheckpoint):
+                each.lock_early(self.trainer)
         return [each for each in wanted if not any(isinstance(other, type(each)) for other in present)]
 
     @override

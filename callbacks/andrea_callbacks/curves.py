@@ -67,6 +67,23 @@ def discard_curves(trainer: pl.Trainer, place: str | None) -> None:
         writer.flush()
 
 
+def remove_opened_files(trainer: pl.Trainer) -> None:
+    """Remove the event files that a trainer's TensorBoard loggers have opened, for a fit that is refused.
+
+    Folders that are empty without them go too. On rank zero.
+    """
+    for logger in cast("list[Any]", trainer.loggers) if trainer.is_global_zero else []:
+        experiment: Any = getattr(logger, "_experiment", None)
+        if not is_kind(logger, TensorBoardLogger) or not hasattr(experiment, "_get_file_writer"):
+            continue
+        file = _file_of(experiment._get_file_writer())
+        experiment.close()
+        if file is not None:
+            file.unlink(missing_ok=True)
+            with suppress(OSError):  # somebody else's files are there
+                file.parent.rmdir()
+
+
 def _writers(trainer: pl.Trainer) -> list[Any]:
     """Return rank zero's TensorBoard file writers."""
     loggers = cast("list[Any]", trainer.loggers) if trainer.is_global_zero else []

@@ -16,17 +16,22 @@ def append_durably(file: Path, lines: bytes) -> None:
     """Append whole lines to a file and wait until the disk has them; a torn last line is ended first.
 
     Raises:
-        OSError: If that cannot be done.
+        OSError: If that cannot be done; then none of them is left there, as far as the disk lets it.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder_durably(file.parent)
     is_new = not file.exists()
     descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             lines = b"\n" + lines
-        write_all(descriptor, lines)
-        os.fsync(descriptor)
+        try:
+            write_all(descriptor, lines)
+            os.fsync(descriptor)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(descriptor, size)
+            raise
     finally:
         os.close(descriptor)
     if is_new:
@@ -72,6 +77,29 @@ def write_all(descriptor: int, content: bytes | memoryview) -> None:
     view = memoryview(content).cast("B")
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+def make_folder_durably(folder: Path) -> list[Path]:
+    """Make a folder and its parents where they are missing, and wait until the disk has their names.
+
+    Returns:
+        The folders that were made here, the outermost first; what another process made is not among them.
+
+    Raises:
+        OSError: If that cannot be done.
+    """
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    made: list[Path] = []
+    for each in reversed(missing):
+        try:
+            each.mkdir()
+        except FileExistsError:  # another process came first
+            if not each.is_dir():
+                raise
+            continue
+        made.append(each)
+        synchronize_folder(each.parent)
+    return made
 
 
 def synchronize_folder(folder: Path) -> None:

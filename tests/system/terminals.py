@@ -1,5 +1,6 @@
 """Commands before pipes and terminals that somebody closes; a script that commands.py forks uses it."""
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -42,10 +43,8 @@ class Running:
     def look(self) -> None:
         """Take what the command has written."""
         if self.is_open:
-            try:
+            with contextlib.suppress(OSError):
                 self.shown += os.read(self.screen, 1 << 16)
-            except OSError:
-                pass
 
     def close(self) -> None:
         """Be gone, as a `tee` that Ctrl-C ended, or a connection that broke."""
