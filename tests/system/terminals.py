@@ -33,11 +33,13 @@ class Running:
         while self.done < update:
             self.look()
             try:
-                rest += os.read(self.updates, 1 << 16)
+                told = os.read(self.updates, 1 << 16)
             except BlockingIOError:
                 time.sleep(0.001)
                 continue
-            *lines, rest = rest.split(b"\n")
+            if not told:
+                raise EOFError(f"ended before update {update}: {self.shown[-2000:]!r}")
+            *lines, rest = (rest + told).split(b"\n")
             self.done = max([self.done, *map(int, lines)])
 
     def look(self) -> None:
