@@ -75,6 +75,8 @@ EXIT_INTERRUPTED = 130
 class CommandTrainer(pl.Trainer):
     """Lightning's Trainer with what the command adds to it."""
 
+    resumes_only_when_asked = True
+
     @override
     def fit(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -48,8 +48,11 @@ from andrea_pl.signals import (
     requeue_job,
     requeue_signal,
 )
+from andrea_pl.unasked import never_resume_unasked
 
 PERIODIC, BEST = "update", "best"
+
+never_resume_unasked()
 
 
 class DurableCheckpoint(Checkpoint):
@@ -87,6 +90,9 @@ class DurableCheckpoint(Checkpoint):
         UserError: If an option is out of range, or the folder cannot be written or is another run's; before
             the first update.
     """
+
+    resumes_only_when_asked = True
+    """Lightning looks for no checkpoint by itself in a Trainer that has this callback."""
 
     def __init__(
         self,
@@ -129,6 +135,7 @@ class DurableCheckpoint(Checkpoint):
         self._signals: StopSignals | None = None
         self._ahead: _Ahead | None = None
         self._forget()
+        never_resume_unasked()  # of a package that was imported after this one
         self.__class__ = with_twin(type(self))  # pytorch_lightning would add a ModelCheckpoint otherwise
 
     def _forget(self) -> None:
