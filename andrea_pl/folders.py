@@ -24,7 +24,7 @@ from typing_extensions import override
 from andrea_callbacks.durable import make_folder_durably, synchronize_folder
 from andrea_pl.errors import UserError
 from andrea_pl.lock import FolderLock
-from andrea_pl.saving import DurableCheckpoint, run_facts
+from andrea_pl.saving import DurableCheckpoint, run_facts, unwritable
 
 WRITTEN_AT_START = ("config.yaml", "hparams.yaml", "tokenizer.json", "metrics.csv")
 """Files that a command may write into a log folder before its first update, besides event files."""
@@ -149,7 +149,10 @@ class RunFolders(Callback):
         if "://" in place:
             return
         folder = Path(place)
-        self._make(folder)
+        try:
+            self._made += make_folder_durably(folder)
+        except OSError as error:
+            raise unwritable(folder, error) from error
         self.lock(trainer, folder)
         self._locks[folder].announce(run_facts(trainer))
         saving.hand_over(self._locks[folder])

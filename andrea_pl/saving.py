@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from andrea_callbacks.curves import remove_opened_files
 from andrea_callbacks.durable import make_folder_durably, synchronize_folder
+from andrea_callbacks.full_disk import LogGuard
 from andrea_callbacks.gradients import is_sharded
 from andrea_callbacks.host import agree
 from andrea_callbacks.packages import twin_of, with_twin
@@ -133,6 +134,7 @@ class DurableCheckpoint(Checkpoint):
         self._best_of_worker = ""
         self._lock: FolderLock | None = None
         self._signals: StopSignals | None = None
+        self._logs: LogGuard | None = None
         self._ahead: _Ahead | None = None
         self._forget()
         never_resume_unasked()  # of a package that was imported after this one
@@ -165,7 +167,12 @@ class DurableCheckpoint(Checkpoint):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to a fit: the folder's lock, the signals, the module's methods."""
-        return without_module(self.__dict__) | {"_lock": None, "_signals": None, "_ahead": None}
+        return without_module(self.__dict__) | {
+            "_lock": None,
+            "_signals": None,
+            "_logs": None,
+            "_ahead": None,
+        }
 
     @property
     @override
@@ -226,6 +233,7 @@ class DurableCheckpoint(Checkpoint):
             except UserError:
                 remove_opened_files(trainer)
                 raise
+        self._logs = LogGuard(trainer)
         self._ahead = _Ahead(self)
         # a new list, since the trainer is going through the old one
         cast(Any, trainer).callbacks = [self._ahead, *cast(Any, trainer).callbacks]
@@ -261,6 +269,7 @@ class DurableCheckpoint(Checkpoint):
         if self.dirpath is None or trainer.global_step == self._seen:
             return
         before, self._seen = self._seen, trainer.global_step
+        self._report_logs()
         self._trained = None
         for each in cast(Any, trainer).callbacks:
             if isinstance(each, ExactResume):
@@ -333,8 +342,13 @@ class DurableCheckpoint(Checkpoint):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Give signals and folder back; nothing is saved of an update that failed."""
+        """Give signals and folder back; nothing is saved of an update that failed.
+
+        What is done is saved where it is a disk that fails after an update, such as a logger's.
+        """
         note_exception(exception)
+        if isinstance(exception, OSError):
+            self._save_what_is_done(trainer)
         self._let_go(trainer)
 
     @override
@@ -353,9 +367,28 @@ class DurableCheckpoint(Checkpoint):
         for logger in trainer.loggers if trainer.is_global_zero else []:
             flush = getattr(getattr(logger, "experiment", None), "flush", None)
             if callable(flush):
-                flush()
+                with suppress(OSError):  # a full disk, which writing says
+                    flush()
+        self._report_logs()
+
+    def _report_logs(self) -> None:
+        if self._logs is not None:
+            self._logs.report()
+
+    def _save_what_is_done(self, trainer: pl.Trainer) -> None:
+        """Save after a fault that came between two updates, on one rank; others would wait for it."""
+        resumes = [each for each in cast(Any, trainer).callbacks if isinstance(each, ExactResume)]
+        if self.dirpath is None or trainer.world_size > 1 or trainer.sanity_checking or not resumes:
+            return
+        if resumes[0].place(trainer) is None or self._is_replaced(trainer):
+            return
+        with suppress(UserError):  # the checkpoints' own disk is full too: the first fault is told
+            self._save(trainer)
+            rank_zero_info(f"saved in {self.last_path}")
 
     def _let_go(self, trainer: pl.Trainer) -> None:
+        self._report_logs()
+        self._logs = None
         self._let_go_of_signals()
         kept = [
             each for each in cast("list[Callback]", cast(Any, trainer).callbacks) if each is not self._ahead
@@ -409,10 +442,7 @@ class DurableCheckpoint(Checkpoint):
             trial.write_bytes(b"trial")
             trial.unlink()
         except OSError as error:
-            raise UserError(
-                f"{folder}: checkpoints cannot be written there ({error.strerror or error}); give another "
-                "dirpath, or mend its permissions"
-            ) from error
+            raise unwritable(folder, error) from error
         if self._lock is not None and self._lock.folder != folder:
             self._lock.release()
             self._lock = None
@@ -636,6 +666,14 @@ def _validates_to_stop(trainer: pl.Trainer) -> bool:
     """Say whether validation follows because the run is about to stop."""
     loop = cast(Any, trainer.fit_loop)
     return trainer.should_stop and bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
+def unwritable(folder: Path, error: OSError) -> UserError:
+    """Return the error for a folder that checkpoints cannot be written to."""
+    return UserError(
+        f"{folder}: checkpoints cannot be written there ({error.strerror or error}); give another "
+        "dirpath, or mend its permissions"
+    )
 
 
 def run_facts(trainer: pl.Trainer) -> dict[str, Any]:

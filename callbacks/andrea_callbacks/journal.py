@@ -27,6 +27,9 @@ from andrea_callbacks.window import WindowCallback
 KEY = "andrea_journal"
 """Where a checkpoint has the names of the files, by callback."""
 
+MOST_KEPT = 10_000
+"""Lines that are kept for a disk that is full."""
+
 
 class RunJournal(WindowCallback):
     """Appends what happens in a run to a file, a JSON object a line; `read_journal` reads it back.
@@ -39,8 +42,9 @@ class RunJournal(WindowCallback):
 
     Lines are written at once, and synchronised with the disk, every `every` updates, after `seconds`, and
     with everything that is no update. A kill loses the updates since then and nothing else; a line that it
-    tore stays, alone. A resume appends to the file of its run: what is done again stands there twice, behind
-    a second `start`. Written on rank zero.
+    tore stays, alone. Lines that a full disk refuses are kept, up to ten thousand, until they can be written;
+    a warning says so, and how many were lost where the run ends first. A resume appends to the file of its
+    run: what is done again stands there twice, behind a second `start`. Written on rank zero.
 
     Args:
         path: The file. When left out, `journal.jsonl` in the trainer's log folder; a new run takes
@@ -70,6 +74,7 @@ class RunJournal(WindowCallback):
         self._rows: list[dict[str, Any]] = []
         self._skipped = 0
         self._written = time.monotonic()
+        self._is_refused = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -80,6 +85,7 @@ class RunJournal(WindowCallback):
             return
         self.file = Path(self.path) if self.path is not None else self._choose(trainer, Path(folder))
         self._rows.clear()
+        self._is_refused = False
         start = {
             "resumed": trainer.global_step > 0,
             "module": type(pl_module).__qualname__,
@@ -156,7 +162,8 @@ class RunJournal(WindowCallback):
     ) -> None:
         """Write when it is time."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if len(self._rows) >= self.every or time.monotonic() - self._written >= self.seconds:
+        is_full = len(self._rows) >= self.every and not self._is_refused
+        if is_full or time.monotonic() - self._written >= self.seconds:
             self._write(trainer)
 
     @override
@@ -197,8 +204,7 @@ class RunJournal(WindowCallback):
         if self.file is not None:
             named = f"{type(exception).__name__}: {exception}"
             self._note(trainer, "exception", trainer.global_step, {"message": named})
-            self._write(trainer)
-            self.file = None
+            self._close(trainer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -206,8 +212,7 @@ class RunJournal(WindowCallback):
         settle(pl_module)
         super().on_train_end(trainer, pl_module)
         self._note(trainer, "end", trainer.global_step)
-        self._write(trainer)
-        self.file = None
+        self._close(trainer)
 
     def _note(
         self, trainer: pl.Trainer, kind: str, update: int, figures: Mapping[str, Any] | None = None
@@ -222,11 +227,31 @@ class RunJournal(WindowCallback):
         self._written = time.monotonic()
         if not rows or self.file is None or not trainer.is_global_zero:
             return
-        lines = "".join(to_json(row) + "\n" for row in to_host(rows))
+        rows = to_host(rows)
         try:
-            append_durably(self.file, lines.encode())
+            append_durably(self.file, "".join(to_json(row) + "\n" for row in rows).encode())
         except OSError as error:
-            warnings.warn(f"RunJournal: {self.file} could not be written: {error}", stacklevel=2)
+            self._rows = rows[-MOST_KEPT:]
+            if not self._is_refused:
+                warnings.warn(
+                    f"RunJournal: {self.file} could not be written ({error.strerror or error}); the run goes "
+                    "on, and its lines are kept until they can be. Free some space",
+                    stacklevel=2,
+                )
+            self._is_refused = True
+        else:
+            self._is_refused = False
+
+    def _close(self, trainer: pl.Trainer) -> None:
+        self._write(trainer)
+        if self._rows and self.file is not None:
+            warnings.warn(
+                f"RunJournal: {self.file} could not be written to the end: its last {len(self._rows):,} "
+                "lines are lost",
+                stacklevel=2,
+            )
+        self._rows = []
+        self.file = None
 
 
 def read_journal(path: str | Path) -> list[dict[str, Any]]:

@@ -91,7 +91,7 @@ class ExactResume(Callback):
         """Add random states and place, and bring the counters to that place."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        place = self._place(trainer)
+        place = self.place(trainer)
         if place is not None:
             _bring_counters(trainer, checkpoint["loops"]["fit_loop"], place)
             checkpoint["epoch"] = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"]
@@ -172,7 +172,7 @@ class ExactResume(Callback):
             trainer.fit_loop.epoch_loop.restarting = False
             trainer.fit_loop.epoch_loop.reset_restart_stage()
 
-    def _place(self, trainer: pl.Trainer) -> Place | None:
+    def place(self, trainer: pl.Trainer) -> Place | None:
         """Return what comes next, None in the middle of a batch or of an accumulated update."""
         loop = cast(Any, trainer.fit_loop)
         batches = loop.epoch_loop.batch_progress.current

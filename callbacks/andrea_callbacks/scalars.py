@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
@@ -44,6 +45,7 @@ class ScalarBuffer:
         self._trainer = ref(trainer)  # which holds this buffer's callbacks; a cycle would keep both alive
         self.capacity = capacity
         self._steps: dict[int, dict[str, Value]] = {}
+        self._warned: set[int] = set()
 
     def record(self, step: int, values: Mapping[str, Value]) -> None:
         """Keep scalars for a step. Tensors may stay on an accelerator; nothing waits for them here."""
@@ -62,7 +64,19 @@ class ScalarBuffer:
         rows = [self._steps.pop(step) for step in steps]
         for step, values in zip(steps, to_host(rows), strict=True):
             for logger in self._loggers() if values else []:
-                logger.log_metrics(values, step=step)
+                try:
+                    logger.log_metrics(values, step=step)
+                except OSError as error:
+                    self._warn(logger, step, error)
+
+    def _warn(self, logger: Logger, step: int, error: OSError) -> None:
+        """Say once that a logger's disk refuses what is logged; the run matters more."""
+        if id(logger) not in self._warned:
+            self._warned.add(id(logger))
+            rank_zero_warn(
+                f"{type(logger).__name__} in {logger.save_dir} cannot write the scalars of update {step} "
+                f"({error}); the run goes on without them. Free some space"
+            )
 
     def _loggers(self) -> list[Logger]:
         trainer = self._trainer()
