@@ -25,7 +25,13 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from andrea_callbacks.durable import checksum, remove_temporaries, replace_durably, write_all
+from andrea_callbacks.durable import (
+    checksum,
+    make_folder_durably,
+    remove_temporaries,
+    replace_durably,
+    write_all,
+)
 from andrea_callbacks.packages import with_twin
 from andrea_pl.errors import UserError
 
@@ -107,7 +113,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
             _write_manifest(local, [content, *_manifest(local)[:KEPT_CONTENTS]])
 
         try:
-            local.parent.mkdir(parents=True, exist_ok=True)
+            make_folder_durably(local.parent)
             _move_folder_aside(local)
             replace_durably(local, write, announce)
         except OSError as error:

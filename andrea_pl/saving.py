@@ -683,8 +683,8 @@ def run_facts(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _synchronize_parents(folder: Path) -> None:
-    """Have the disk keep the names of a folder and of the log folder it is in, whoever made them."""
-    for each in (folder.parent, folder.parent.parent):
+    """Have the disk keep the names of a folder, its log folder and the folder of runs, whoever made them."""
+    for each in list(folder.parents)[:4]:
         with suppress(OSError):  # a folder that may be entered and not read
             synchronize_folder(each)
 
