@@ -5,7 +5,6 @@ tests/system/test_resumed_command.py.
 """
 
 import importlib.metadata
-import os
 import re
 import signal
 import tomllib
@@ -61,7 +60,7 @@ def fit(folder: Path, resume: Path | None = None, tell: int | None = None, **opt
     class Told(Recorder):
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             if trainer.global_step + 1 == tell:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
 
     callbacks = [Told(), saving, *options.pop("callbacks", [])]
     trainer = build_trainer(callbacks=callbacks, enable_checkpointing=True, **options)

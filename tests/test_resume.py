@@ -1,6 +1,5 @@
 """Resume means equal, with tolerance 0: every cut, resumes of resumes, every hook that may save."""
 
-import os
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -59,11 +58,11 @@ class Told(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if trainer.global_step + 1 == self.update and not self.in_validation:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
     def on_validation_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
         if trainer.global_step == self.update and self.in_validation:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
 
 class Draws(pl.Callback):

@@ -278,7 +278,7 @@ def read_by_server(binary: str) -> dict[str, list[int]]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not (Path("port").exists() and Path("port").read_text().strip()):
             assert time.monotonic() < deadline
             time.sleep(0.02)

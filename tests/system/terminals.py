@@ -75,7 +75,7 @@ def start(
     arguments: list[str],
     terminal: bool = False,
     before: Callable[[], Any] | None = None,
-    pace: float = 0.01,
+    pace: float = 0.02,
 ) -> Running:
     """Fork the command; it ends as an interpreter does, with its last flush of the streams."""
     reading, writing = os.pipe()

@@ -88,7 +88,8 @@ for number in range(20):
     signum = (signal.SIGTERM, signal.SIGINT)[number % 2]
     sent = []
     until = killed.after_the_first_update(draw.uniform(0.0, 0.04), sent)
-    lines, code = killed.in_a_child(lambda pipe: killed.train(folder, 150, 10**6, 9, pipe), until, signum)
+    train = lambda pipe: killed.train(folder, 150, 10**6, 9, pipe, pace=0.006)
+    lines, code = killed.in_a_child(train, until, signum)
     seconds.append(time.monotonic() - sent[0])
     assert code == 128 + signum, (code, lines[-3:])
     assert killed.newest_valid(folder).update == killed.last(lines, "done") > update

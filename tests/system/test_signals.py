@@ -84,7 +84,7 @@ for number in range(3):
     sent = []
     until = killed.after_the_first_update(draw.uniform(0.0, 0.04), sent)
     resume = ["--resume"] if number else []
-    lines, code = in_a_child(lambda pipe: fit(*resume, pipe=pipe, pace=0.002), until, signum)
+    lines, code = in_a_child(lambda pipe: fit(*resume, pipe=pipe, pace=0.01), until, signum)
     seconds.append(time.monotonic() - sent[0])
     assert code == 128 + signum, (code, lines[-5:])
     update = killed.last(lines, "done")
@@ -119,7 +119,7 @@ def test_signals_to_all_processes_of_a_run(steady: Path) -> None:
 for number, signum in enumerate((signal.SIGTERM, signal.SIGINT)):
     options = ["--data.num_workers=2", *["--resume"] * number]
     lines, code = in_a_child(
-        lambda pipe: fit(*options, pipe=pipe, pace=0.002), lambda lines: len(lines) > 5, signum, group=True
+        lambda pipe: fit(*options, pipe=pipe, pace=0.01), lambda lines: len(lines) > 5, signum, group=True
     )
     assert code == 128 + signum, (code, lines[-5:])
     assert newest_valid("lightning_logs/version_0/checkpoints").update == killed.last(lines, "done")
@@ -151,7 +151,7 @@ def act(pipe):
         os.write(pipe, b"done 99\\n")
         time.sleep(60)
     andrea_pl.saving.DurableCheckpoint._save = save
-    andrea_pl.cli.StopReason.on_train_batch_start = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+    andrea_pl.cli.StopReason.on_train_batch_start = lambda *_: signal.raise_signal(signal.SIGINT)
     return fit()
 
 began = time.monotonic()
@@ -168,7 +168,7 @@ def test_interrupted_before_the_first_update(steady: Path) -> None:
 import andrea_pl.data.module
 
 def act(pipe):
-    andrea_pl.data.module.prepare = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+    andrea_pl.data.module.prepare = lambda *_: signal.raise_signal(signal.SIGINT)
     return fit(pipe=pipe)
 
 lines, code = in_a_child(act, never)
@@ -206,7 +206,7 @@ def test_slurm_requeues(steady: Path, place: str) -> None:
     steady.write_text(yaml.safe_dump(config))
     body = """
 lines, code = in_a_child(
-    lambda pipe: fit(pipe=pipe, pace=0.002), lambda lines: len(lines) > 3, signal.SIGUSR1
+    lambda pipe: fit(pipe=pipe, pace=0.01), lambda lines: len(lines) > 3, signal.SIGUSR1
 )
 assert code == 128 + signal.SIGUSR1, (code, lines[-5:])
 print(killed.last(lines, "done"))

@@ -3,7 +3,6 @@
 usage: two_ranks.py RANKS FOLDER
 """
 
-import os
 import signal
 import sys
 import warnings
@@ -203,11 +202,11 @@ def resumed() -> dict[str, Any]:
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             is_one = trainer.global_rank == RANKS - 1 and not self.in_validation
             if trainer.global_step + 1 == self.at and is_one:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
 
         def on_validation_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
             if trainer.global_step == self.at and trainer.global_rank == 0 and self.in_validation:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
 
     class Differs(pl.Callback):
         """A metric that falls on one rank and rises on the other, as without sync_dist."""
