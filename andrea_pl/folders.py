@@ -83,12 +83,16 @@ class RunFolders(Callback):
         if not _decides(trainer) or getattr(trainer, "fast_dev_run", False):
             return
         claimed: dict[Path, str] = {}
-        for logger in trainer.loggers:
-            if isinstance(logger, (TensorBoardLogger, CSVLogger)) and "://" not in str(logger.root_dir):
-                self._take_log_folder(logger, claimed)
+        logs = [
+            self._take_log_folder(logger, claimed)
+            for logger in trainer.loggers
+            if isinstance(logger, (TensorBoardLogger, CSVLogger)) and "://" not in str(logger.root_dir)
+        ]
         for each in cast("list[Callback]", cast(Any, trainer).callbacks):
             if trains and isinstance(each, DurableCheckpoint):
-                self._take_checkpoints(trainer, each)
+                self._take_checkpoints(trainer, each, logs)
+        for folder in logs:
+            _try_to_write(folder)
 
     def note_renamed(self, file: Path, name: Path) -> None:
         """Remember a file of an earlier part of the run that was given another name."""
@@ -112,7 +116,7 @@ class RunFolders(Callback):
             with suppress(OSError):  # it has something of somebody else's
                 folder.rmdir()
 
-    def _take_log_folder(self, logger: TensorBoardLogger | CSVLogger, claimed: dict[Path, str]) -> None:
+    def _take_log_folder(self, logger: TensorBoardLogger | CSVLogger, claimed: dict[Path, str]) -> Path:
         root = _root_of(logger)
         if cast(Any, logger)._version is None:
             if root not in claimed:
@@ -126,7 +130,7 @@ class RunFolders(Callback):
                 self._own.append(folder)
             else:
                 self._there.setdefault(folder, {each.name for each in folder.iterdir()})
-        _try_to_write(folder)
+        return folder
 
     def _claim(self, root: Path) -> Path:
         """Make `version_n`, the first after all that are there; of two runs only one makes it."""
@@ -144,7 +148,7 @@ class RunFolders(Callback):
             synchronize_folder(root)
             return folder
 
-    def _take_checkpoints(self, trainer: pl.Trainer, saving: DurableCheckpoint) -> None:
+    def _take_checkpoints(self, trainer: pl.Trainer, saving: DurableCheckpoint, logs: list[Path]) -> None:
         place = saving.resolve(trainer)
         if "://" in place:
             return
@@ -154,7 +158,7 @@ class RunFolders(Callback):
         except OSError as error:
             raise unwritable(folder, error) from error
         self.lock(trainer, folder)
-        self._locks[folder].announce(run_facts(trainer))
+        self._locks[folder].announce(run_facts(trainer, str(logs[0]) if logs else None))
         saving.hand_over(self._locks[folder])
 
     def _make(self, folder: Path) -> list[Path]:

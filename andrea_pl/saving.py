@@ -206,7 +206,7 @@ class DurableCheckpoint(Checkpoint):
         self._ignored = ignored_signals()  # before Lightning takes SIGTERM
         self._epochs = trainer.max_epochs
         self.dirpath = str(trainer.strategy.broadcast(self.resolve(trainer)))
-        facts = run_facts(trainer)
+        facts = run_facts(trainer, trainer.log_dir if trainer.loggers else None)  # all ranks must ask
         others = [each for each in cast(Any, trainer).callbacks if isinstance(each, DurableCheckpoint)]
         for each in others:
             if each is not self and each.dirpath == self.dirpath:
@@ -676,9 +676,13 @@ def unwritable(folder: Path, error: OSError) -> UserError:
     )
 
 
-def run_facts(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what a run's lock says of it, by which a resume finds its logs. All ranks must call this."""
-    logs = trainer.log_dir if trainer.loggers else None
+def run_facts(trainer: pl.Trainer, logs: str | None) -> dict[str, Any]:
+    """Return what a run's lock says of it, by which a resume finds its logs.
+
+    Args:
+        trainer: Its loggers are named.
+        logs: The log folder, None where there is none.
+    """
     return {"logs": logs, "loggers": [_named(each) for each in trainer.loggers]}
 
 
