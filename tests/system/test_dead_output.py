@@ -139,9 +139,10 @@ def be_preparing():
 for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
     waiting, told = os.pipe()
     run = start(fit, before=be_preparing)
+    os.close(told)
     if signum != signal.SIGTERM:
         run.close()
-    os.read(waiting, 1)
+    assert os.read(waiting, 1), run.end()
     run.send(signum)
     assert run.end() == 128 + signum, (signum, run.shown)
 assert b"outside of training" in run.shown, run.shown
