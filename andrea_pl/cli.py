@@ -272,12 +272,6 @@ class AndreaCLI(LightningCLI):
         return super().init_parser(**kwargs)
 
     @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Let the data decide vocabulary and block size, when arguments are parsed."""
-        parser.link_arguments("data.vocab_size", "model.network.vocab_size")
-        parser.link_arguments("data.block_size", "model.network.block_size")
-
-    @override
     def instantiate_classes(self) -> None:
         """Say what a class refuses in one line."""
         try:
@@ -334,6 +328,8 @@ class AndreaCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         """Find the checkpoint that is used, then take the run's folders, before loggers open files there."""
         _refuse_climbing_loggers(self.trainer)
+        if self.subcommand != "prepare":
+            cast(LanguageModule, self.model).build_network(self.datamodule)  # --init_from has weights for it
         options = self.config_init[cast(str, self.subcommand)]
         given = [name for name in ("ckpt_path", "init_from", "resume") if options.get(name)]
         if len(given) > 1:

@@ -1,12 +1,13 @@
 """The language model as a Lightning module: network, loss, optimizer, schedule, evaluation, generation."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -26,6 +27,7 @@ from andrea_pl.network.layout import is_right_padded
 from andrea_pl.optim import build_optimizer, warmup_cosine
 from andrea_pl.optim.rates import change_base_rate, keep_cycled_values
 from andrea_pl.optim.schedules import FactorLR, check_schedule
+from andrea_pl.unbuilt import UnbuiltNetwork, compare, complete, knows_sizes, require_memory
 from andrea_pl.update import TokenWeightedModule
 
 OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
@@ -38,7 +40,8 @@ class LanguageModule(TokenWeightedModule):
     """Trains `RoPELanguageModel` by exact, token-weighted updates.
 
     Args:
-        network: Shape of the network.
+        network: Shape of the network. `vocab_size` and `block_size` may be left out: the network is built in
+            `configure_model` then, with the sizes of the datamodule.
         optimizer: A class of optimizer with its options, given all parameters; AdamW by `lr`, `weight_decay`
             and `betas` when left out.
         schedule: `cosine` for linear warm-up and a cosine over the whole run, `constant` for none, or a class
@@ -80,7 +83,9 @@ class LanguageModule(TokenWeightedModule):
         super().__init__(max_norm, on_nonfinite, max_consecutive_skips, min_loss_scale)
         if not 0.0 <= label_smoothing < 1.0:
             raise UserError(f"model.label_smoothing must lie in [0, 1), got {label_smoothing}")
-        self.network = RoPELanguageModel(network)
+        require_memory(network)
+        built = UnbuiltNetwork(network) if network.missing else RoPELanguageModel(network)
+        self.network: RoPELanguageModel = cast(RoPELanguageModel, built)
         self.tokenizer: TextTokenizer | None = None
         """The tokenizer of the data or of the checkpoint, None where it is not known."""
         self.evaluation = TokenMean()
@@ -106,10 +111,11 @@ class LanguageModule(TokenWeightedModule):
         `block_size`; shorter ones cost less (Chowdhery et al., 2022, appendix B, halved for the causal mask).
         """
         config = self.network.config
+        vocab_size, block_size = config.sizes
         weights = sum(each.numel() for each in self.network.parameters() if each.ndim > 1)
         if not config.tie_output:
-            weights -= config.vocab_size * config.d_model
-        return 6.0 * weights + 6.0 * config.n_layers * config.d_model * config.block_size
+            weights -= vocab_size * config.d_model
+        return 6.0 * weights + 6.0 * config.n_layers * config.d_model * block_size
 
     @property
     def hyperparameters(self) -> dict[str, int | float | str | bool]:
@@ -187,9 +193,50 @@ class LanguageModule(TokenWeightedModule):
             return labels.device.type == "cpu"
         return bool(counted) and counted < len(labels)
 
+    def build_network(self, datamodule: Any = None) -> None:
+        """Build the network, unless that is done, with sizes that were left out taken from a datamodule.
+
+        Args:
+            datamodule: Has `vocab_size` and `block_size`, as `TextDataModule` does.
+
+        Raises:
+            UserError: If a size is not known, or one that was given is too small for the data.
+        """
+        compare(self.network.config, datamodule)
+        self._build_from(datamodule)
+
+    def _build_from(self, source: Any) -> None:
+        network: Any = getattr(self.network, "_orig_mod", self.network)  # torch.compile(module.network)
+        if not isinstance(network, UnbuiltNetwork):
+            return
+        config = complete(network.config, source)
+        if network is not self.network or config.missing:
+            network.refuse()
+        network.config = config
+        self.network = network.build().to(self.device, cast(torch.dtype, self.dtype))
+
+    def _build_if_known(self) -> None:
+        datamodule = getattr(self.trainer, "datamodule", None)
+        if self.network.config.missing and knows_sizes(self.network.config, datamodule):
+            self.build_network(datamodule)
+
+    @override
+    def configure_callbacks(self) -> Sequence[Callback]:
+        """Build the network where its sizes are known already: callbacks may copy the module in `setup`."""
+        self._build_if_known()
+        return super().configure_callbacks()
+
     @override
     def configure_model(self) -> None:
-        """Share parameters out among ranks, by layers, under ModelParallelStrategy (FSDP2)."""
+        """Build the network with the data's sizes, where its own were left out.
+
+        Without a datamodule that has them a checkpoint may, which Lightning loads later. Under
+        ModelParallelStrategy (FSDP2) share parameters out among ranks, by layers. A second call does nothing.
+        """
+        datamodule = getattr(self._trainer, "datamodule", None)
+        may_load = self._trainer is not None and self.device_mesh is None
+        if not may_load or knows_sizes(self.network.config, datamodule):
+            self.build_network(datamodule)
         if self.device_mesh is None:
             return
         from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -203,6 +250,7 @@ class LanguageModule(TokenWeightedModule):
     @override
     def configure_optimizers(self) -> Any:
         """Return the optimizer and, unless the rate is constant, its scheduler."""
+        self._build_from(None)
         if self._optimizer is None:
             optimizer: Optimizer = build_optimizer(self.network, self._lr, self._weight_decay, self._betas)
         else:
@@ -289,6 +337,7 @@ class LanguageModule(TokenWeightedModule):
     def setup(self, stage: str) -> None:
         """Take the tokenizer from the data; stop where the weights were trained with another."""
         super().setup(stage)
+        self._build_if_known()
         if stage == "fit":
             self._built_with = []
         datamodule = getattr(self.trainer, "datamodule", None)
@@ -314,15 +363,16 @@ class LanguageModule(TokenWeightedModule):
                 f"{self.tokenizer.vocab_size} ids); set data.tokenizer to the tokenizer.json in that run's "
                 "log folder"
             )
-        if tokenizer.vocab_size > self.network.config.vocab_size:
+        vocab_size, _ = self.network.config.sizes
+        if tokenizer.vocab_size > vocab_size:
             raise UserError(
                 f"the tokenizer has {tokenizer.vocab_size} ids and the network "
-                f"vocab_size={self.network.config.vocab_size}; make them equal"
+                f"vocab_size={vocab_size}; make them equal"
             )
         self.tokenizer = tokenizer
         table = tokenizer.bytes_per_token()
         if table is not None:
-            self._bytes_per_token = torch.zeros(self.network.config.vocab_size, dtype=torch.int64)
+            self._bytes_per_token = torch.zeros(vocab_size, dtype=torch.int64)
             self._bytes_per_token[: len(table)] = torch.from_numpy(table)
 
     def _evaluate(self, batch: dict[str, Any]) -> None:
@@ -418,6 +468,7 @@ class LanguageModule(TokenWeightedModule):
         Raises:
             UserError: If no tokenizer is known, or a prompt is too long.
         """
+        self._build_from(None)
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise UserError(
@@ -446,7 +497,9 @@ class LanguageModule(TokenWeightedModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Stop where the checkpoint is of another model than this one."""
         super().on_load_checkpoint(checkpoint)
-        self.check_block(read_block(checkpoint))
+        block = read_block(checkpoint)
+        self._build_from(block.network)
+        self.check_block(block)
         self._restored_options = checkpoint.get("andrea_optimizer")
 
     def check_block(self, block: ModelBlock) -> None:

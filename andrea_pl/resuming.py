@@ -39,9 +39,11 @@ FREE = (
     "data.num_workers",
     "data.prefetch_factor",
     "data.tokenizer",
+    "model.network.vocab_size",
+    "model.network.block_size",
 )
 """Settings that decide where a run is written and how long it takes, and nothing of what is trained. The
-tokenizer is compared with the checkpoint's own elsewhere."""
+tokenizer and the network's sizes, which may be left out, are compared with the checkpoint's own elsewhere."""
 
 FIXED = ("model.optimizer", "model.schedule", "model.network")
 """Settings that a resume cannot change: their state in the checkpoint is theirs alone."""

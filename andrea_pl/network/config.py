@@ -1,6 +1,7 @@
 """The shape of a decoder-only transformer, checked where it is written down."""
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any, Literal
 
 from andrea_pl.errors import UserError
@@ -11,8 +12,9 @@ class TransformerConfig:
     """Shape and options of `RoPELanguageModel`.
 
     Args:
-        vocab_size: Number of token ids, V. Ids are 0 … V - 1.
-        block_size: Longest sequence in tokens that attention may see.
+        vocab_size: Number of token ids, V. Ids are 0 … V - 1. Left out, a `LanguageModule` takes the data's.
+        block_size: Longest sequence in tokens that attention may see. Left out, a `LanguageModule` takes the
+            data's.
         d_model: Width of the residual stream, D. Must be a multiple of `n_heads`.
         n_heads: Number of attention heads, H. The head width `d_model / n_heads` must be even (RoPE turns
             pairs).
@@ -35,8 +37,9 @@ class TransformerConfig:
         UserError: If a value cannot work; the message says which one and what to change.
     """
 
-    vocab_size: int
-    block_size: int
+    vocab_size: int | None = None
+    block_size: int | None = None
+    _: KW_ONLY
     d_model: int
     n_heads: int
     n_layers: int
@@ -54,8 +57,9 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         """Refuse shapes that cannot be built."""
         for name in ("vocab_size", "block_size", "d_model", "n_heads", "n_layers"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} must be at least 1, got {value}")
         if self.d_ff is not None and self.d_ff < 1:
             raise UserError(f"d_ff must be at least 1, or left out for 4 * d_model, got {self.d_ff}")
         if self.d_model % self.n_heads:
@@ -75,10 +79,30 @@ class TransformerConfig:
             raise UserError(f"activation must be 'gelu' or 'swiglu', got {self.activation!r}")
         if self.norm not in ("layer", "rms"):
             raise UserError(f"norm must be 'layer' or 'rms', got {self.norm!r}")
-        if self.rope_theta <= 0 or self.init_std <= 0:
+        if not (0 < self.rope_theta < math.inf and 0 < self.init_std < math.inf):
             raise UserError(
-                f"rope_theta and init_std must be positive, got {self.rope_theta} and {self.init_std}"
+                "rope_theta and init_std must be positive and finite, got "
+                f"{self.rope_theta} and {self.init_std}"
             )
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of the sizes that were left out, without which no network can be built."""
+        return [name for name in ("vocab_size", "block_size") if getattr(self, name) is None]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Vocabulary size and block size.
+
+        Raises:
+            UserError: If one was left out.
+        """
+        if self.vocab_size is None or self.block_size is None:
+            raise UserError(
+                f"the network's {' and '.join(self.missing)} must be given: "
+                f"TransformerConfig({', '.join(f'{name}=…' for name in self.missing)}, …)"
+            )
+        return self.vocab_size, self.block_size
 
     @property
     def head_width(self) -> int:
@@ -89,6 +113,14 @@ class TransformerConfig:
     def feed_forward_width(self) -> int:
         """Hidden width of the feed-forward layer."""
         return 4 * self.d_model if self.d_ff is None else self.d_ff
+
+    def count_numbers(self) -> int:
+        """Return about how many numbers the network keeps: weights, and the tables of RoPE."""
+        vocab_size, block_size = self.sizes
+        matrices = 2 if self.activation == "gelu" else 3
+        block = self.d_model * (4 * self.d_model + matrices * self.feed_forward_width)
+        rows = vocab_size if self.tie_output else 2 * vocab_size
+        return self.d_model * rows + self.n_layers * block + block_size * self.head_width
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for a checkpoint; `TransformerConfig(**…)` reads them back."""

@@ -119,7 +119,7 @@ def generate(
 
 
 def _check_prompts(model: RoPELanguageModel, prompts: Sequence[Sequence[int]]) -> None:
-    block_size, vocab_size = model.config.block_size, model.config.vocab_size
+    block_size, vocab_size = model.block_size, model.vocab_size
     if not prompts:
         raise UserError("there is no prompt")
     for prompt in prompts:
@@ -151,7 +151,7 @@ class _Context:
 
     def append(self, token: Tensor) -> None:
         """Add one column; make room first where the context is full."""
-        block_size = self.model.config.block_size
+        block_size = self.model.block_size
         if self.ids.shape[1] == block_size:
             kept = max(1, block_size // 2)
             kept = kept - 1 if kept == block_size else kept
@@ -168,7 +168,7 @@ class _Context:
     def _read_all(self) -> Tensor:
         batch, length = self.ids.shape
         if self.use_cache:
-            self.cache = KeyValueCache(self.model.config.n_layers, self.model.config.block_size)
+            self.cache = KeyValueCache(self.model.config.n_layers, self.model.block_size)
         layout = masked_layout(self.valid) if self.is_padded else TokenLayout(batch=batch, length=length)
         return self._run(self.ids, layout).view(batch, length, -1)[:, -1]
 

@@ -164,12 +164,13 @@ class RoPELanguageModel(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.rotary = RotaryEmbedding(config.head_width, config.block_size, config.rope_theta)
+        self.vocab_size, self.block_size = config.sizes
+        self.embedding = nn.Embedding(self.vocab_size, config.d_model)
+        self.rotary = RotaryEmbedding(config.head_width, self.block_size, config.rope_theta)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.final_norm = build_norm(config)
-        self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.output = nn.Linear(config.d_model, self.vocab_size, bias=False)
         self._initialize()
         if config.tie_output:
             self.output.weight = self.embedding.weight
@@ -261,17 +262,17 @@ class RoPELanguageModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
     def _check(self, input_ids: Tensor) -> None:
-        if input_ids.shape[1] > self.config.block_size:
+        if input_ids.shape[1] > self.block_size:
             raise UserError(
                 f"a sequence of {input_ids.shape[1]} tokens is longer than "
-                f"block_size={self.config.block_size}; cut it or raise block_size"
+                f"block_size={self.block_size}; cut it or raise block_size"
             )
         if torch.compiler.is_compiling():
             return  # to read numbers would cut the graph; embedding itself refuses such an id
         if input_ids.device.type == "cpu" and input_ids.numel():
             low, high = int(input_ids.min()), int(input_ids.max())
-            if low < 0 or high >= self.config.vocab_size:
+            if low < 0 or high >= self.vocab_size:
                 raise UserError(
-                    f"token id {low if low < 0 else high} is outside 0 … {self.config.vocab_size - 1}; "
+                    f"token id {low if low < 0 else high} is outside 0 … {self.vocab_size - 1}; "
                     f"vocab_size must be at least {high + 1}, or the text was prepared with another tokenizer"
                 )
