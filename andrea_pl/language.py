@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
@@ -206,11 +206,12 @@ class LanguageModule(TokenWeightedModule):
         self._build_from(datamodule)
 
     def _build_from(self, source: Any) -> None:
-        network: Any = getattr(self.network, "_orig_mod", self.network)  # torch.compile(module.network)
+        wrapped: Any = getattr(self.network, "_orig_mod", None)  # torch.compile(module.network)
+        network = cast(nn.Module, self.network if wrapped is None else wrapped)
         if not isinstance(network, UnbuiltNetwork):
             return
         config = complete(network.config, source)
-        if network is not self.network or config.missing:
+        if wrapped is not None or config.missing:
             network.refuse()
         network.config = config
         self.network = network.build().to(self.device, cast(torch.dtype, self.dtype))
