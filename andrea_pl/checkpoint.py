@@ -184,9 +184,7 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu", mmap: bool = Fa
             return super(DurableCheckpointIO, DurableCheckpointIO()).load_checkpoint(
                 path, map_location, weights_only=True
             )
-        return cast(
-            dict[str, Any], torch.load(local, map_location=map_location, mmap=mmap, weights_only=True)
-        )
+        loaded = torch.load(local, map_location=map_location, mmap=mmap, weights_only=True)
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such checkpoint") from error
     except Exception as error:  # torch raises several kinds; all mean that this is no checkpoint to trust
@@ -194,6 +192,9 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu", mmap: bool = Fa
             f"{path} is not a checkpoint that can be loaded ({type(error).__name__}): it is damaged, or "
             "holds more than tensors and plain values"
         ) from error
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path} holds a {type(loaded).__name__}, not a checkpoint; take another checkpoint")
+    return cast("dict[str, Any]", loaded)
 
 
 def manifest_path(path: Path) -> Path:
@@ -350,8 +351,8 @@ def _manifest(path: Path) -> list[Content]:
             )
             for each in read["contents"]
         ]
-    except (OSError, ValueError, TypeError, KeyError):
-        return []
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return []  # a kill or an editor may have left anything there
 
 
 def _write_manifest(path: Path, contents: list[Content]) -> None:

@@ -27,17 +27,18 @@ import andrea_pl.strategies
 from andrea_callbacks.console import RunReport, UpdateProgressBar
 from andrea_callbacks.events import RunEvent
 from andrea_pl.arguments import CLIP_STRATEGIES, TRUST_FLAG, TRUST_HELP, restrict
-from andrea_pl.block import read_block
+from andrea_pl.block import read_block, read_weights, refuse_nonfinite
 from andrea_pl.checkpoint import DurableCheckpointIO, read_checkpoint
 from andrea_pl.data.module import TextDataModule
 from andrea_pl.errors import UserError
 from andrea_pl.export import export_model
 from andrea_pl.folders import RunFolders
+from andrea_pl.generating import generate_text
 from andrea_pl.language import LanguageModule
-from andrea_pl.network import Sampling
 from andrea_pl.optim import build_extension
 from andrea_pl.optim.extension import canonical_target, load_extension
 from andrea_pl.output import survive_dead_output
+from andrea_pl.restoring import require_state, restoring
 from andrea_pl.resuming import KEY as SETTINGS_KEY
 from andrea_pl.resuming import (
     ONLY_THIS_CALL,
@@ -107,25 +108,31 @@ class CommandTrainer(pl.Trainer):
         del resume, allow_drift  # the command has acted on them
         if init_from is not None:
             _load_weights(cast(LanguageModule, model), init_from)
-        super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only=True)
+        with restoring(ckpt_path):
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only=True)
 
     @override
     def validate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a checkpoint on the held-out documents."""
         _require_checkpoint(kwargs)
-        return super().validate(*args, **kwargs)
+        with restoring(kwargs["ckpt_path"]):
+            return super().validate(
+                *args, **kwargs | {"verbose": False}
+            )  # the command prints lines of its own
 
     @override
     def test(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a checkpoint on the test documents."""
         _require_checkpoint(kwargs)
-        return super().test(*args, **kwargs)
+        with restoring(kwargs["ckpt_path"]):
+            return super().test(*args, **kwargs | {"verbose": False})  # the command prints lines of its own
 
     @override
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Write the loss of every held-out sequence under a checkpoint, as JSON lines."""
         _require_checkpoint(kwargs)
-        return super().predict(*args, **kwargs)
+        with restoring(kwargs["ckpt_path"]):
+            return super().predict(*args, **kwargs)
 
     def prepare(self, model: pl.LightningModule, datamodule: TextDataModule) -> None:
         """Prepare the text: learn the tokenizer, write the token stores. Nothing is trained.
@@ -360,11 +367,14 @@ class AndreaCLI(LightningCLI):
             )
         checkpoint = read_checkpoint(path, mmap="://" not in path)
         block = read_block(checkpoint, path)
+        refuse_nonfinite(read_weights(checkpoint, block, path), path)
         if is_resumed:
             options = self.config_init[cast(str, self.subcommand)]
             keeper = next(each for each in self._callbacks() if isinstance(each, KeepConfig))
             allowed = cast("list[str]", options.get("allow_drift") or [])
-            compare_settings(checkpoint, keeper.settings, path, allowed, keeper.defaults)
+            require_state(checkpoint, path)
+            with restoring(path):
+                compare_settings(checkpoint, keeper.settings, path, allowed, keeper.defaults)
         if block.tokenizer is not None:
             cast(TextDataModule, self.datamodule).use_tokenizer(block.tokenizer)
 
@@ -420,42 +430,6 @@ class AndreaCLI(LightningCLI):
     @override
     def _parse_ckpt_path(self) -> None:
         """Take nothing from a checkpoint into the configuration: flags and files alone decide."""
-
-
-def generate_text(
-    ckpt_path: str,
-    prompt: str = "",
-    max_new_tokens: int = 200,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    device: str = "cpu",
-) -> None:
-    """Continue a prompt with the model and the tokenizer of a checkpoint; nothing else is needed.
-
-    Args:
-        ckpt_path: A checkpoint that `andrea fit` wrote.
-        prompt: The text to continue; empty to start a document.
-        max_new_tokens: Most tokens to write; less where the document ends before.
-        temperature: Divides the logits; 0 always takes the likeliest token.
-        top_k: Draw only from the k likeliest tokens.
-        top_p: Draw only from the likeliest tokens that together reach this probability.
-        seed: The same seed writes the same text.
-        device: Where the model runs, such as cpu or cuda.
-    """
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise UserError("the prompt is not UTF-8; convert it") from error
-    module = LanguageModule.load_from_checkpoint(ckpt_path)
-    try:
-        module.to(device)
-        generator = torch.Generator(device).manual_seed(seed)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {device} cannot be used here: {error}") from error
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    print(prompt + module.generate([prompt], max_new_tokens, generator, sampling)[0])
 
 
 def build_extensions(architectures: list[str]) -> None:
@@ -613,8 +587,11 @@ def _refuse_climbing_loggers(trainer: pl.Trainer) -> None:
 
 def _load_weights(module: LanguageModule, path: str) -> None:
     checkpoint = read_checkpoint(path)
-    module.check_block(read_block(checkpoint, path))
-    module.load_state_dict(checkpoint["state_dict"])
+    block = read_block(checkpoint, path)
+    weights = read_weights(checkpoint, block, path)
+    refuse_nonfinite(weights, path)
+    module.check_block(block)
+    module.network.load_state_dict(weights)
 
 
 def _require_checkpoint(options: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from andrea_pl.block import ModelBlock, read_block
+from andrea_pl.block import ModelBlock, read_block, read_weights, refuse_nonfinite
 from andrea_pl.checkpoint import read_checkpoint
 from andrea_pl.data.tokenizer import END_OF_DOCUMENT
 from andrea_pl.errors import UserError
@@ -23,9 +23,6 @@ from andrea_pl.network.config import TransformerConfig
 from andrea_pl.network.transformer import LAYER_NORM_EPS, RMS_NORM_EPS
 
 State = Mapping[str, Tensor]
-
-PREFIX = "network."
-"""What the network's weights are named with in a checkpoint of `LanguageModule`."""
 
 
 def export_model(ckpt_path: str, output: str) -> None:
@@ -36,19 +33,17 @@ def export_model(ckpt_path: str, output: str) -> None:
         output: Folder to write; it must not exist, or be empty.
 
     Raises:
-        UserError: If the checkpoint cannot be read, the folder has content, or transformers has no layout for
+        UserError: If the checkpoint cannot be used, the folder has content, or transformers has no layout for
             this architecture.
+        NonFiniteError: If a weight is NaN or infinite.
     """
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{output} is there already; give a folder that is new or empty")
     checkpoint = read_checkpoint(ckpt_path)
     block = read_block(checkpoint, ckpt_path)
-    state = {
-        name.removeprefix(PREFIX): tensor
-        for name, tensor in checkpoint["state_dict"].items()
-        if name.startswith(PREFIX)
-    }
+    state = read_weights(checkpoint, block, ckpt_path)
+    refuse_nonfinite(state, ckpt_path)
     tensors, described = convert(block.network, state)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

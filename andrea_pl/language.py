@@ -16,11 +16,13 @@ from typing_extensions import override
 
 from andrea_callbacks.protocols import NamesSources
 from andrea_callbacks.scalars import scalar_buffer
-from andrea_pl.block import KEY, ModelBlock, read_block
+from andrea_pl.block import KEY, ModelBlock, read_block, read_weights, refuse_nonfinite
 from andrea_pl.checkpoint import read_checkpoint
+from andrea_pl.data.continuation import continuation
 from andrea_pl.data.dataset import IGNORED
 from andrea_pl.data.tokenizer import TextTokenizer
 from andrea_pl.errors import UserError
+from andrea_pl.evaluation import EvaluationTable
 from andrea_pl.metrics import TokenMean
 from andrea_pl.network import RoPELanguageModel, Sampling, TransformerConfig, generate
 from andrea_pl.network.layout import is_right_padded
@@ -89,6 +91,7 @@ class LanguageModule(TokenWeightedModule):
         self.tokenizer: TextTokenizer | None = None
         """The tokenizer of the data or of the checkpoint, None where it is not known."""
         self.evaluation = TokenMean()
+        self._table = EvaluationTable()
         self._optimizer = optimizer
         self._schedule = schedule
         self._lr = lr
@@ -415,13 +418,14 @@ class LanguageModule(TokenWeightedModule):
         by_source = {name: value.float() for name, value in figures.items() if name not in overall}
         self.log_dict(by_source, logger=False, batch_size=1)
         if not self.trainer.sanity_checking:
+            self._table.keep(self.trainer, figures)
             buffer = scalar_buffer(self.trainer)
             buffer.record(self.trainer.global_step or self.updates_applied + self.updates_skipped, figures)
             buffer.flush()
 
     @override
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Add one micro-batch to the evaluation."""
+    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add one micro-batch to the evaluation, which is of all loaders together."""
         self._evaluate(batch)
 
     @override
@@ -430,8 +434,13 @@ class LanguageModule(TokenWeightedModule):
         self._report_evaluation("val")
 
     @override
-    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Add one micro-batch to the evaluation."""
+    def on_validation_end(self) -> None:
+        """Have `trainer.validate()` return and print the figures."""
+        self._table.fill()
+
+    @override
+    def test_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add one micro-batch to the evaluation, which is of all loaders together."""
         self._evaluate(batch)
 
     @override
@@ -440,7 +449,14 @@ class LanguageModule(TokenWeightedModule):
         self._report_evaluation("test")
 
     @override
-    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[dict[str, float | int]]:
+    def on_test_end(self) -> None:
+        """Have `trainer.test()` return and print the figures."""
+        self._table.fill()
+
+    @override
+    def predict_step(
+        self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0
+    ) -> list[dict[str, float | int]]:
         """Return for every sequence where it is from, its label tokens and its loss per token in nats."""
         sums = cast("list[float]", self.sequence_losses(batch).tolist())
         tokens = (batch["labels"] != IGNORED).sum(1).tolist()
@@ -466,6 +482,9 @@ class LanguageModule(TokenWeightedModule):
             generator: Makes draws repeatable.
             sampling: How tokens are chosen.
 
+        Returns:
+            Continuations: a prompt followed by its continuation is the whole text, spaces included.
+
         Raises:
             UserError: If no tokenizer is known, or a prompt is too long.
         """
@@ -475,17 +494,20 @@ class LanguageModule(TokenWeightedModule):
             raise UserError(
                 "no tokenizer is known: the model was trained on token files without data.tokenizer"
             )
-        starts = [[tokenizer.end_id, *tokenizer.encode(prompt)] for prompt in prompts]
+        encoded = [tokenizer.encode(prompt) for prompt in prompts]
         rows = generate(
             self.network,
-            starts,
+            [[tokenizer.end_id, *ids] for ids in encoded],
             max_new_tokens,
             sampling,
             end_id=tokenizer.end_id,
             usable_ids=tokenizer.vocab_size,
             generator=generator,
         )
-        return [tokenizer.decode(row) for row in rows]
+        return [
+            continuation(tokenizer, prompt, ids, row)
+            for prompt, ids, row in zip(prompts, encoded, rows, strict=True)
+        ]
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -499,6 +521,9 @@ class LanguageModule(TokenWeightedModule):
         """Stop where the checkpoint is of another model than this one."""
         super().on_load_checkpoint(checkpoint)
         block = read_block(checkpoint)
+        weights = read_weights(checkpoint, block, "the checkpoint", is_strict=False)
+        if self._trainer is not None:
+            refuse_nonfinite(weights)
         self._build_from(block.network)
         self.check_block(block)
         self._restored_options = checkpoint.get("andrea_optimizer")
@@ -555,8 +580,33 @@ class LanguageModule(TokenWeightedModule):
                 "weights_only=False would run code that the file holds, which no checkpoint of a "
                 "LanguageModule needs; leave it out"
             )
-        checkpoint = read_checkpoint(checkpoint_path)
+        return cls._rebuild(
+            read_checkpoint(checkpoint_path), checkpoint_path, map_location, strict, **options
+        )
+
+    @classmethod
+    def load_verified(cls, path: str | Path) -> "LanguageModule":
+        """Rebuild a module from a checkpoint alone, if every weight is there and finite.
+
+        Raises:
+            UserError: If the file is no checkpoint of a LanguageModule, or weights do not fit.
+            NonFiniteError: If a weight is NaN or infinite.
+        """
+        checkpoint = read_checkpoint(path)
+        refuse_nonfinite(read_weights(checkpoint, read_block(checkpoint, path), path), path)
+        return cls._rebuild(checkpoint, path)
+
+    @classmethod
+    def _rebuild(
+        cls,
+        checkpoint: dict[str, Any],
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        strict: bool | None = None,
+        **options: Any,
+    ) -> "LanguageModule":
         block = read_block(checkpoint, checkpoint_path)
+        read_weights(checkpoint, block, checkpoint_path, is_strict=False)
         module = cls(block.network, **options)
         module.on_load_checkpoint(checkpoint)
         strict = module.strict_loading if strict is None else strict

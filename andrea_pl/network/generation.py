@@ -3,6 +3,7 @@
 B prompts, C columns of context, V vocabulary.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -14,6 +15,15 @@ from andrea_pl.errors import UserError
 from andrea_pl.network.cache import KeyValueCache
 from andrea_pl.network.layout import TokenLayout, masked_layout
 from andrea_pl.network.transformer import RoPELanguageModel
+
+GREEDY = 1e-6
+"""Temperatures under this take the likeliest token: float32 logits hardly differ by less."""
+
+UNIFORM = 1e30
+"""Temperatures over this divide by it: all tokens are equally likely, and float32 does not overflow."""
+
+MOST_TOKENS = 1_000_000
+"""Most new tokens of one call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +46,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be sampled with."""
-        if self.temperature < 0:
-            raise UserError(f"temperature must be at least 0, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"temperature must be at least 0 and finite, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -46,9 +56,9 @@ class Sampling:
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
     """Choose one token a row from (B, V) logits, as (B,) int64."""
-    if sampling.temperature == 0:
+    if sampling.temperature < GREEDY:
         return logits.argmax(-1)
-    logits = logits.float() / sampling.temperature
+    logits = logits.float() / min(sampling.temperature, UNIFORM)
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         smallest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, float("-inf"))
@@ -90,11 +100,11 @@ def generate(
         The new tokens of each prompt.
 
     Raises:
-        UserError: If a prompt is empty or too long.
+        UserError: If a prompt is empty or too long, or a logit is not finite.
     """
     _check_prompts(model, prompts)
-    if max_new_tokens < 0:
-        raise UserError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+    if not 0 <= max_new_tokens <= MOST_TOKENS:
+        raise UserError(f"max_new_tokens must lie in 0 … {MOST_TOKENS:,}, got {max_new_tokens}")
     was_training = model.training
     model.eval()
     try:
@@ -103,6 +113,11 @@ def generate(
         chosen: list[Tensor] = []
         while len(chosen) < max_new_tokens and not bool(finished.all()):
             logits = context.next_logits()
+            if not bool(logits.isfinite().all()):
+                raise UserError(
+                    "the network's output is NaN or infinite, so no token can be chosen; take an earlier "
+                    "checkpoint"
+                )
             if usable_ids is not None:
                 logits[:, usable_ids:] = float("-inf")
             token = choose(logits, sampling or Sampling(), generator)
