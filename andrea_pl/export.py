@@ -1,4 +1,4 @@
-"""Checkpoints for Hugging Face's transformers: safetensors, config.json, tokenizer.json.
+"""Checkpoints for Hugging Face's transformers: weights, configuration, tokenizer, generation.
 
 norm: rms,   activation: swiglu  ->  the layout of Llama
 norm: layer, activation: gelu    ->  the layout of GPT-NeoX, without parallel residuals, whole heads rotated
@@ -13,11 +13,12 @@ from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+from tokenizers import Tokenizer, processors
 from torch import Tensor
 
 from andrea_pl.block import ModelBlock, read_block, read_weights, refuse_nonfinite
 from andrea_pl.checkpoint import read_checkpoint
-from andrea_pl.data.tokenizer import END_OF_DOCUMENT
+from andrea_pl.data.tokenizer import END_OF_DOCUMENT, TextTokenizer
 from andrea_pl.errors import UserError
 from andrea_pl.network.config import TransformerConfig
 from andrea_pl.network.transformer import LAYER_NORM_EPS, RMS_NORM_EPS
@@ -194,15 +195,41 @@ def _layer_norm(config: TransformerConfig, state: State, ours: str, theirs: str)
 def _write(folder: Path, tensors: dict[str, Tensor], described: dict[str, Any], block: ModelBlock) -> None:
     tokenizer = block.tokenizer
     if tokenizer is not None:
-        described |= {"bos_token_id": tokenizer.end_id, "eos_token_id": tokenizer.end_id}
+        ends = {f"{kind}_token_id": tokenizer.end_id for kind in ("bos", "eos", "pad")}
+        described |= ends
+        vocab_size, block_size = block.network.sizes
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": END_OF_DOCUMENT,
-            "eos_token": END_OF_DOCUMENT,
-            "model_max_length": block.network.block_size,
+            **{f"{kind}_token": END_OF_DOCUMENT for kind in ("bos", "eos", "pad")},
+            "model_max_length": block_size,
+            "model_input_names": ["input_ids", "attention_mask"],
+            "padding_side": "left",
             "clean_up_tokenization_spaces": False,
+            "split_special_tokens": True,  # text that spells a special token is text here
         }
-        (folder / "tokenizer.json").write_text(tokenizer.definition, encoding="utf-8")
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        generation: dict[str, Any] = dict(ends)
+        if tokenizer.vocab_size < vocab_size:  # rows that no token has, which are never drawn here
+            generation["suppress_tokens"] = list(range(tokenizer.vocab_size, vocab_size))
+        (folder / "tokenizer.json").write_text(_begin_documents(tokenizer), encoding="utf-8")
+        _write_json(folder / "tokenizer_config.json", settings)
+        _write_json(folder / "generation_config.json", generation)
+    _write_json(folder / "config.json", described)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _begin_documents(tokenizer: TextTokenizer) -> str:
+    """Return a tokenizer.json that puts the end-of-document token before a text, as prompts begin here.
+
+    A template that the tokenizer came with is not used in training, and is replaced.
+    """
+    exported = Tokenizer.from_str(tokenizer.definition)
+    exported.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_DOCUMENT}:0 $A:0",
+        pair=f"{END_OF_DOCUMENT}:0 $A:0 $B:0",
+        special_tokens=[(END_OF_DOCUMENT, tokenizer.end_id)],
+    )
+    return exported.to_str()
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -72,6 +72,7 @@ def test_tokens_and_text_are_equal(tmp_path: Path) -> None:
     export_model(str(tmp_path / "a.ckpt"), str(tmp_path / "model"))
     assert sorted(each.name for each in (tmp_path / "model").iterdir()) == [
         "config.json",
+        "generation_config.json",
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",

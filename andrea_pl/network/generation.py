@@ -66,6 +66,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
         ordered, order = logits.sort(dim=-1, descending=True)
         probabilities = ordered.softmax(-1)
         reached = probabilities.cumsum(-1) - probabilities >= sampling.top_p
+        reached[..., 0] = False  # the likeliest stays, however little is asked for
         logits = logits.masked_fill(reached.scatter(-1, order, reached), float("-inf"))
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
 
