@@ -180,6 +180,19 @@ def read_holder(folder: Path) -> dict[str, Any]:
     """Return who holds, or last held, a folder; empty where nobody did."""
     try:
         read: Any = json.loads((folder / LOCK_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return cast("dict[str, Any]", read) if isinstance(read, dict) else {}
+    facts = cast("dict[str, Any]", read) if isinstance(read, dict) else {}
+    return {name: value for name, value in facts.items() if _is_plausible(name, value)}
+
+
+def _is_plausible(name: str, value: Any) -> bool:
+    """Say whether a fact is of the kind that is written, in a file that somebody may have edited."""
+    if name in ("logs", "job"):
+        return value is None or isinstance(value, str)
+    if name != "loggers":
+        return True
+    rows = cast("list[Any]", value) if isinstance(value, list) else [None]
+    return all(
+        isinstance(row, list) and [type(each) for each in cast("list[Any]", row)] == [str] * 3 for row in rows
+    )
