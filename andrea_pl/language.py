@@ -521,9 +521,10 @@ class LanguageModule(TokenWeightedModule):
         """Stop where the checkpoint is of another model than this one."""
         super().on_load_checkpoint(checkpoint)
         block = read_block(checkpoint)
-        weights = read_weights(checkpoint, block, "the checkpoint", is_strict=False)
-        if self._trainer is not None:
-            refuse_nonfinite(weights)
+        if "state_dict" in checkpoint:  # ModelParallelStrategy has loaded the weights by itself
+            weights = read_weights(checkpoint, block, "the checkpoint", is_strict=False)
+            if self._trainer is not None:
+                refuse_nonfinite(weights)
         self._build_from(block.network)
         self.check_block(block)
         self._restored_options = checkpoint.get("andrea_optimizer")
