@@ -1,5 +1,10 @@
 """Exact, token-weighted pretraining of language models with PyTorch Lightning."""
 
+from andrea_pl.interrupting import quieten_interrupts
+
+quieten_interrupts()
+
+# ruff: noqa: E402  what follows takes seconds
 from andrea_pl.checkpoint import DurableCheckpointIO as DurableCheckpointIO
 from andrea_pl.data import Arm as Arm
 from andrea_pl.data import Curriculum as Curriculum

@@ -1,15 +1,24 @@
 """The command's arguments before the parser sees them: what may be reached, and what is shorthand."""
 
 import json
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, cast
 
-import yaml
 from jsonargparse import set_parsing_settings
 from lightning.pytorch.strategies import Strategy
 
+from andrea_pl.configuration import (
+    CONFIG_FLAGS,
+    UsageError,
+    bound_values,
+    flag_values,
+    read_configuration,
+    strings_of,
+)
 from andrea_pl.errors import UserError
+from andrea_pl.parsing import TRUST_FLAG, nearest
+from andrea_pl.paths import PROTOCOL_FLAG, expand, trust_protocols
 from andrea_pl.resuming import NEWEST
 from andrea_pl.strategies import ClipDDPStrategy, ClipModelParallelStrategy, ClipSingleDeviceStrategy
 
@@ -26,13 +35,13 @@ TRUSTED_IMPORTS = [
 ]
 """What a configuration file may name as a class."""
 
-TRUST_FLAG = "--trust_imports"
 DRIFT_FLAG = "--allow_drift"
 RESUME_FLAG = "--resume"
 
 TRUST_HELP = (
     f"A configuration may name classes of {', '.join(TRUSTED_IMPORTS)}; {TRUST_FLAG} NAME on the command "
-    "line allows another module or package, NAME, as well."
+    "line allows another module or package, NAME, as well. Paths may name a storage by s3://, gs:// or "
+    f"az://; {PROTOCOL_FLAG} NAME allows another protocol."
 )
 
 CLIP_STRATEGIES: dict[str, type[Strategy]] = {
@@ -45,15 +54,7 @@ REPLACED_WHOLE = {"data.sources": "[]", "data.curriculum.mixture": "null", "trai
 """Keys whose later value has nothing of an earlier one, and what they are emptied by."""
 
 
-def _check_configuration(path: Path) -> None:
-    """Name a configuration file that holds nothing or no text; the parser's own words name no file."""
-    try:
-        if not path.read_text(encoding="utf-8").strip():
-            raise UserError(f"{path}: an empty configuration; start from one of the shipped configs")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: not UTF-8 (byte {error.start}); convert the file, with iconv say"
-        ) from error
+SPEC_WORDS = ("class_path", "init_args", "dict_kwargs")
 
 
 def restrict(arguments: list[str]) -> list[str]:
@@ -70,12 +71,13 @@ def restrict(arguments: list[str]) -> list[str]:
     allowed = [key for each in allowed for key in each.split(",")]
     if allowed:
         kept.append(f"{DRIFT_FLAG}={json.dumps(allowed)}")
-    kept = _name_newest(kept)
-    for before, argument in pairwise(["", *kept]):
-        path = argument.partition("=")[2] if argument.startswith("--config=") else argument
-        if (before in ("-c", "--config") or path != argument) and Path(path).is_file():
-            _check_configuration(Path(path))
-    kept = _name_strategy_class(_replace_whole(kept))
+    kept, protocols = _take(PROTOCOL_FLAG, "the name of a protocol, such as hf", kept)
+    trust_protocols(protocols)
+    kept = _expand_configurations(_name_newest(kept))
+    contents = {path: read_configuration(path) for path in configurations(kept)}
+    _refuse_mistyped_words(contents)
+    kept = _name_strategy_class(_replace_whole(kept, contents), contents)
+    bound_values()
     set_parsing_settings(config_read_mode_urls_enabled=False, config_read_mode_fsspec_enabled=False)
     try:
         set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=[*TRUSTED_IMPORTS, *trusted])
@@ -115,14 +117,63 @@ def _name_newest(arguments: list[str]) -> list[str]:
     )
 
 
-def _replace_whole(arguments: list[str]) -> list[str]:
+def configurations(arguments: list[str]) -> list[str]:
+    """Return the configuration files that a command line names, each once; one may be given as text."""
+    paths = [value for flag, value in flag_values(arguments) if f"--{flag}" in CONFIG_FLAGS or flag == "c"]
+    return [path for path in dict.fromkeys(paths) if path and not path.lstrip().startswith("{")]
+
+
+def given_texts(arguments: list[str]) -> list[tuple[str, str]]:
+    """Return every text of a command line and its configuration files, with its key."""
+    texts = flag_values(arguments)
+    for path in configurations(arguments):
+        try:
+            texts += strings_of(read_configuration(path))
+        except (UserError, OSError):
+            continue
+    return texts
+
+
+def _expand_configurations(arguments: list[str]) -> list[str]:
+    """Expand `~` where a shell did not, as in `--config=~/mine.yaml`."""
+    expanded: list[str] = []
+    for before, argument in pairwise(["", *arguments]):
+        flag, given, value = argument.partition("=")
+        if flag in CONFIG_FLAGS and given:
+            argument = f"{flag}={expand(value, flag)}" if value.startswith("~") else argument
+        elif before in CONFIG_FLAGS and argument.startswith("~"):
+            argument = expand(argument, before)
+        expanded.append(argument)
+    return expanded
+
+
+def _refuse_mistyped_words(contents: Mapping[str, Any]) -> None:
+    """Refuse a key that is nearly `class_path` or `init_args`, which the parser takes for something else."""
+    for path, content in contents.items():
+        for key in _keys_of(content):
+            near = nearest(key, SPEC_WORDS, likeness=0.85)
+            if near is not None and key not in SPEC_WORDS:
+                raise UsageError(f"{path}: there is no key {key!r}; did you mean {near!r}?")
+
+
+def _keys_of(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, part in cast("Mapping[Any, Any]", value).items():
+            yield str(key)
+            yield from _keys_of(part)
+    elif isinstance(value, list):
+        for part in cast("list[Any]", value):
+            yield from _keys_of(part)
+
+
+def _replace_whole(arguments: list[str], contents: Mapping[str, Any]) -> list[str]:
     """Have a later value replace an earlier one where the parser would mix both: lists item by item, say."""
     replaced: list[str] = []
     given: set[str] = set()
     for place, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
         following = arguments[place + 1] if place + 1 < len(arguments) else ""
-        content: Any = _read_configuration(value or following) if flag in ("-c", "--config") else None
+        content: Any = contents.get(value or following) if flag in CONFIG_FLAGS else None
         for key, nothing in REPLACED_WHOLE.items():
             if flag == f"--{key}" or _has(content, key):
                 if key in given:
@@ -141,17 +192,7 @@ def _has(content: Any, key: str) -> bool:
     return not isinstance(content, dict) or "class_path" in content
 
 
-def _read_configuration(path: str) -> Any:
-    """Return what a configuration file holds, nothing where the parser will find fault with it."""
-    if not Path(path).is_file():
-        return {}
-    try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
-        return {}
-
-
-def _name_strategy_class(arguments: list[str]) -> list[str]:
+def _name_strategy_class(arguments: list[str], contents: Mapping[str, Any]) -> list[str]:
     """Write the class where one of our strategies is named and the command line gives it options."""
     flag = "--trainer.strategy"
     options = [place for place, argument in enumerate(arguments) if argument.startswith(f"{flag}.")]
@@ -164,7 +205,7 @@ def _name_strategy_class(arguments: list[str]) -> list[str]:
         name = argument.removeprefix(f"{flag}=") if is_name else name
         named.append(argument.replace(name, class_path(name)) if is_name and name else argument)
     if name is None:
-        name = _configured_strategy(arguments)
+        name = _configured_strategy(contents)
         if name in CLIP_STRATEGIES:
             named.insert(options[0], f"{flag}={class_path(name)}")
     return named
@@ -176,14 +217,11 @@ def class_path(name: str) -> str:
     return name if found is None else f"{found.__module__}.{found.__qualname__}"
 
 
-def _configured_strategy(arguments: list[str]) -> str | None:
+def _configured_strategy(contents: Mapping[str, Any]) -> str | None:
     """Return the strategy that the last configuration file names, if any names one."""
     name: str | None = None
-    for before, argument in pairwise(["", *arguments]):
-        path = argument.partition("=")[2] if argument.startswith("--config=") else argument
-        if before in ("-c", "--config") or path != argument:
-            content = _read_configuration(path)
-            trainer = cast("dict[str, Any]", content).get("trainer") if isinstance(content, dict) else None
-            named = cast("dict[str, Any]", trainer).get("strategy") if isinstance(trainer, dict) else None
-            name = named if isinstance(named, str) else name
+    for content in contents.values():
+        trainer = cast("dict[str, Any]", content).get("trainer")
+        named = cast("dict[str, Any]", trainer).get("strategy") if isinstance(trainer, dict) else None
+        name = named if isinstance(named, str) else name
     return name

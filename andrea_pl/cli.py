@@ -2,19 +2,19 @@
 
 import json
 import logging
-import re
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import lightning.pytorch.strategies
 import torch
 import yaml
 from jsonargparse import ArgumentParser
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -26,19 +26,24 @@ from typing_extensions import override
 import andrea_pl.strategies
 from andrea_callbacks.console import RunReport, UpdateProgressBar
 from andrea_callbacks.events import RunEvent
-from andrea_pl.arguments import CLIP_STRATEGIES, TRUST_FLAG, TRUST_HELP, restrict
+from andrea_callbacks.terminal import escaped
+from andrea_pl.arguments import CLIP_STRATEGIES, TRUST_HELP, given_texts, restrict
 from andrea_pl.block import read_block, read_weights, refuse_nonfinite
 from andrea_pl.checkpoint import DurableCheckpointIO, read_checkpoint
+from andrea_pl.configuration import UsageError
 from andrea_pl.data.module import TextDataModule
 from andrea_pl.errors import UserError
 from andrea_pl.export import export_model
 from andrea_pl.folders import RunFolders
 from andrea_pl.generating import generate_text
+from andrea_pl.interrupting import EXIT_INTERRUPTED
 from andrea_pl.language import LanguageModule
 from andrea_pl.optim import build_extension
 from andrea_pl.optim.extension import canonical_target, load_extension
 from andrea_pl.output import survive_dead_output
 from andrea_pl.restoring import require_state, restoring
+from andrea_pl.parsing import CommandParser, RefusedArguments, explain
+from andrea_pl.paths import expand_home, resolve
 from andrea_pl.resuming import KEY as SETTINGS_KEY
 from andrea_pl.resuming import (
     ONLY_THIS_CALL,
@@ -50,27 +55,17 @@ from andrea_pl.resuming import (
 )
 from andrea_pl.saving import DurableCheckpoint
 from andrea_pl.signals import EndedBySignal, StoppedBySignal, ending_in_order
+from andrea_pl.sizes import refuse_absurd_numbers, refuse_what_cannot_fit
+from andrea_pl.starting import say_error, shown, slurm_fault, start_command
 from andrea_pl.update import NonFiniteError
-
-NO_CALLBACK = r" *- Problem with given class_path 'lightning.Callback':\n.*\n"
-"""What the parser adds to the faults of any callback: that the base class would not do either."""
-
-LIBRARY_REMEDY = "Add the import path to import_path_allowlist in set_parsing_settings to allow it"
 
 LIGHTNING_KEYWORDS = ("best", "last", "hpc", "registry")
 """What Lightning takes for a checkpoint besides a path."""
 
-UNION_NOISE = re.compile(
-    r"^ *(?:- )?(?:Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|Expected a "
-    r"<class 'NoneType'>|Given value type: .*|Given value: (?:NestedArg|Namespace|\{).*)(?:\n|$)",
-    re.MULTILINE,
-)
-"""What the parser says around the fault of a value that may also be null."""
-
 EXIT_ERROR = 1
+EXIT_USAGE = 2
 EXIT_NONFINITE = 3
 EXIT_STOPPED = 4
-EXIT_INTERRUPTED = 130
 
 
 class CommandTrainer(pl.Trainer):
@@ -144,7 +139,7 @@ class CommandTrainer(pl.Trainer):
         del model
         datamodule.prepare_data()
         datamodule.setup()
-        print(f"prepared in {datamodule.preparation.folder}")
+        print(escaped(f"prepared in {datamodule.preparation.folder}"))
 
 
 class KeepConfig(SaveConfigCallback):
@@ -206,30 +201,6 @@ class StopReason(Callback):
             self.event = event
 
 
-class CommandParser(LightningArgumentParser):
-    """Keeps the list of subcommands at hand, for those that LightningCLI does not know."""
-
-    subcommand_action: Any = None
-
-    @override
-    def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
-        """Add the list."""
-        self.subcommand_action = super().add_subcommands(*args, **kwargs)
-        return self.subcommand_action
-
-    @override
-    def print_usage(self, file: Any = None) -> None:
-        """Print one line instead of every option, so that an error below it can be seen."""
-        print(f"usage: {self.prog.replace(' [options]', '')} [options]", file=file)
-
-    @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Say how a module is trusted, where a configuration named another."""
-        message = UNION_NOISE.sub("", re.sub(NO_CALLBACK, "", message))
-        remedy = f"{TRUST_FLAG} NAME allows it, on the command line, if you trust NAME"
-        super().error(message.replace(LIBRARY_REMEDY, remedy), ex)
-
-
 class AndreaCLI(LightningCLI):
     """LightningCLI with a fixed model and data class; a checkpoint can slip nothing in."""
 
@@ -280,7 +251,14 @@ class AndreaCLI(LightningCLI):
 
     @override
     def instantiate_classes(self) -> None:
-        """Say what a class refuses in one line."""
+        """Say what a class refuses in one line.
+
+        Classes get paths expanded; what is saved of the configuration has them as they were written, so that
+        it runs in another home folder too.
+        """
+        self._as_written = self.config
+        self.config = self.config.clone()
+        self.config[self.subcommand] = resolve(self.config[self.subcommand])
         try:
             super().instantiate_classes()
         except ValueError as error:
@@ -288,10 +266,13 @@ class AndreaCLI(LightningCLI):
             while fault.__cause__ is not None and not isinstance(fault, UserError):
                 fault = fault.__cause__
             raise fault if isinstance(fault, UserError) else UserError(str(fault)) from error
+        finally:
+            self.config = self._as_written
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Add the bar and the final report, where the user gave none of their kind."""
+        self.config = self._as_written
         config = self._get(self.config_init, "trainer", default={})
         strategy = _named_strategy(config.get("strategy"))
         if strategy is not None:
@@ -318,7 +299,13 @@ class AndreaCLI(LightningCLI):
             trainer = super().instantiate_trainer(**kwargs)
         except ValueError as error:
             ours = f" Ours are {', '.join(CLIP_STRATEGIES)}." if "strategy name" in str(error) else ""
-            raise UserError(f"the trainer refuses its options: {error}{ours}") from error
+            raise UserError(slurm_fault() or f"the trainer refuses its options: {error}{ours}") from error
+        except (RuntimeError, KeyError) as error:
+            fault = slurm_fault()
+            raise (error if fault is None else UserError(fault)) from error
+        fault = slurm_fault() if _is_under_slurm(trainer) else None
+        if fault is not None:
+            raise UserError(fault)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = DurableCheckpointIO()
         return trainer
@@ -327,14 +314,20 @@ class AndreaCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse; commands without a trainer go their own way, and must be the first word."""
         super().parse_arguments(parser, args)
-        name = self.config["subcommand"]
+        name: str = cast(Any, self.config)["subcommand"]
         if name in STANDALONE:
             raise UserError(f"write andrea {name} first and its options after it")
+        config = cast(Any, self.config)[name]
+        refuse_absurd_numbers(config.as_dict())
+        network = config.model.network
+        if hasattr(network, "as_dict"):
+            refuse_what_cannot_fit(
+                cast("dict[str, Any]", network.as_dict()), config.data.vocab_size, config.data.block_size
+            )
 
     @override
     def after_instantiate_classes(self) -> None:
         """Find the checkpoint that is used, then take the run's folders, before loggers open files there."""
-        _refuse_climbing_loggers(self.trainer)
         if self.subcommand != "prepare":
             cast(LanguageModule, self.model).build_network(self.datamodule)  # --init_from has weights for it
         options = self.config_init[cast(str, self.subcommand)]
@@ -373,8 +366,11 @@ class AndreaCLI(LightningCLI):
             keeper = next(each for each in self._callbacks() if isinstance(each, KeepConfig))
             allowed = cast("list[str]", options.get("allow_drift") or [])
             require_state(checkpoint, path)
+            if SETTINGS_KEY in checkpoint:  # a path may be written with or without ~
+                checkpoint = {**checkpoint, SETTINGS_KEY: expand_home(checkpoint[SETTINGS_KEY])}
+            ours = expand_home(keeper.settings)
             with restoring(path):
-                compare_settings(checkpoint, keeper.settings, path, allowed, keeper.defaults)
+                compare_settings(checkpoint, ours, path, allowed, keeper.defaults)
         if block.tokenizer is not None:
             cast(TextDataModule, self.datamodule).use_tokenizer(block.tokenizer)
 
@@ -425,7 +421,7 @@ class AndreaCLI(LightningCLI):
             for row in rows:
                 place = data.locate(row["document_id"], row["offset"])
                 file.write(json.dumps({**row, "document": place}) + "\n")
-        print(f"losses of {len(rows)} sequences: {path}")
+        print(escaped(f"losses of {len(rows)} sequences: {path}"))
 
     @override
     def _parse_ckpt_path(self) -> None:
@@ -440,7 +436,7 @@ def build_extensions(architectures: list[str]) -> None:
     """
     targets = ["cpu", *map(canonical_target, architectures)]
     for target in targets:
-        print(f"{target}: {build_extension(target)}")
+        print(escaped(f"{target}: {build_extension(target)}"))
     load_extension(torch.device("cpu"))  # a damaged file is found now
 
 
@@ -455,14 +451,14 @@ class StandaloneCommand:
 
     def parser(self) -> ArgumentParser:
         """Return the parser of its arguments."""
-        parser = ArgumentParser(prog=f"andrea {self.name}", description=self.description)
+        parser = CommandParser(prog=f"andrea {self.name}", description=self.description)
         parser.add_argument("-c", "--config", action="config", help="A YAML file with these options.")
         self.add_arguments(parser)
         return parser
 
     def __call__(self, arguments: list[str]) -> None:
         """Parse and run."""
-        options = self.parser().parse_args(arguments).as_dict()
+        options = resolve(self.parser().parse_args(arguments).as_dict())
         options.pop("config", None)
         self.run(**options)
 
@@ -516,31 +512,37 @@ def main(argv: list[str] | None = None) -> int:
         a callback stopped the run; 128 and a signal's number where that did. Wrong usage raises
         SystemExit(2).
     """
-    arguments = sys.argv[1:] if argv is None else argv
     survive_dead_output()
+    start_command()
+    given = sys.argv[1:] if argv is None else argv
     _quieten_lightning()
     try:
-        arguments = restrict(arguments)
+        arguments = restrict(given)
         with ending_in_order():
             if arguments and arguments[0] in STANDALONE:
                 STANDALONE[arguments[0]](arguments[1:])
                 return 0
             stopped = AndreaCLI(arguments).stop_reason.event
     except StoppedBySignal as stop:
-        print(f"andrea: {stop}; the same command with --resume goes on", file=sys.stderr)
+        say_error(f"andrea: {stop}; the same command with --resume goes on")
         return int(cast(int, stop.code))
+    except RefusedArguments as refused:
+        say_error(f"andrea: error: {explain(refused, given_texts(given))}")
+        raise
     except (NonFiniteError, UserError, MisconfigurationException, OSError, UnicodeError) as error:
-        print(f"andrea: error: {error}", file=sys.stderr)
+        say_error(f"andrea: error: {error}")
+        if isinstance(error, UsageError):
+            raise SystemExit(EXIT_USAGE) from error
         return EXIT_NONFINITE if isinstance(error, NonFiniteError) else EXIT_ERROR
     except (KeyboardInterrupt, SystemExit) as end:
         if not isinstance(end, (KeyboardInterrupt, EndedBySignal)) and not isinstance(
             end.__context__, KeyboardInterrupt
         ):
             raise
-        print("andrea: interrupted outside of training, where there is nothing to save", file=sys.stderr)
+        say_error("andrea: interrupted outside of training, where there is nothing to save")
         return int(cast(int, end.code)) if isinstance(end, EndedBySignal) else EXIT_INTERRUPTED
     if stopped is not None:
-        print(f"andrea: stopped by {stopped.kind}: {stopped.message}", file=sys.stderr)
+        say_error(f"andrea: stopped by {stopped.kind}: {stopped.message}")
         return EXIT_STOPPED
     return 0
 
@@ -576,13 +578,9 @@ def _named_strategy(name: Any) -> Strategy | None:
     return None
 
 
-def _refuse_climbing_loggers(trainer: pl.Trainer) -> None:
-    """Refuse a logger whose name or version leads out of its folder."""
-    for logger in trainer.loggers:
-        for key in ("name", "version", "sub_dir"):
-            value = str(getattr(logger, f"_{key}", None) or "")
-            if ".." in Path(value).parts or Path(value).is_absolute():
-                raise UserError(f"trainer.logger: {key} {value!r} leads out of its save_dir; set save_dir")
+def _is_under_slurm(trainer: pl.Trainer) -> bool:
+    connector = getattr(trainer, "_accelerator_connector", None)
+    return isinstance(getattr(connector, "cluster_environment", None), SLURMEnvironment)
 
 
 def _load_weights(module: LanguageModule, path: str) -> None:

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from andrea_pl.errors import UserError
+from andrea_pl.optim.ownership import PlantedError, refuse_others
 
 SOURCES = Path(__file__).parents[1] / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
@@ -77,18 +78,36 @@ def build_extension(target: str) -> Path:
         folder /= f"andrea_clip_{_fingerprint(target)}"
         library = folder / f"andrea_clip_{target}.so"
         if library.exists():  # whatever compilers there are
+            refuse_planted(library)
             return library
         command = [*_compiler(target), *_options(target)]
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # also where the umask is 0
+        refuse_planted(folder)
         with _locked(folder / f"{target}.lock"):
             if not library.exists():
                 _compile(command, library, target)
+        refuse_planted(library)
     except OSError as error:
         raise ExtensionError(
             f"the clip extension cannot be kept in {folder}: {error.strerror or error}; the environment "
             "variable TORCH_EXTENSIONS_DIR names another folder"
         ) from error
     return library
+
+
+def refuse_planted(path: Path) -> None:
+    """Refuse a library, or its folder, that somebody else could have written.
+
+    Raises:
+        ExtensionError: If it, or a folder above it, is another user's or can be written by others.
+    """
+    try:
+        refuse_others(path)
+    except PlantedError as error:
+        raise ExtensionError(
+            f"{error}; remove it, or have the environment variable TORCH_EXTENSIONS_DIR name a folder of "
+            "your own"
+        ) from error
 
 
 def _compile(command: Sequence[str], library: Path, target: str) -> None:
@@ -110,6 +129,7 @@ def _compile(command: Sequence[str], library: Path, target: str) -> None:
             f"{compiler} failed on the clip extension for {target}: "
             f"{errors[0] if errors else f'exit code {done.returncode}'} (all of it in {log})"
         )
+    unfinished.chmod(0o755)
     unfinished.replace(library)
     rank_zero_info(f"built in {time.monotonic() - start:.0f} s, kept in {library.parent}")
 
@@ -229,14 +249,26 @@ def _cache() -> Path:
     """Return the folder in which torch keeps extensions."""
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
     if named:
-        return Path(named)
+        return _home_expanded(named)
     caches = os.environ.get("XDG_CACHE_HOME")
     try:
-        return Path(caches or Path.home() / ".cache") / "torch_extensions"
+        return (_home_expanded(caches) if caches else Path.home() / ".cache") / "torch_extensions"
     except RuntimeError as error:
-        raise ExtensionError(
-            f"{error}; the environment variable TORCH_EXTENSIONS_DIR names a folder"
-        ) from error
+        raise _without_home() from error
+
+
+def _home_expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise _without_home() from error
+
+
+def _without_home() -> ExtensionError:
+    return ExtensionError(
+        "the clip extension has no place to be kept: no home folder is known; set HOME, or have the "
+        "environment variable TORCH_EXTENSIONS_DIR name a folder"
+    )
 
 
 def _fingerprint(target: str) -> str:

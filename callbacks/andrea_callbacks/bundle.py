@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+
+from andrea_callbacks.terminal import warn
 
 LARGEST_TENSOR = 64 * 2**20
 """Bytes of a tensor that is still written."""
@@ -76,7 +77,7 @@ def write_bundle(trainer: pl.Trainer, folder: str | None, name: str, bundle: Bun
     try:
         return str(bundle.write(place))
     except Exception as error:  # whatever it is, the run goes on
-        rank_zero_warn(f"the report {place} could not be written: {error}")
+        warn(f"the report {place} could not be written: {error}")
         return None
 
 

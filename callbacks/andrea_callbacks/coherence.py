@@ -20,7 +20,6 @@ from typing import Any, Literal, cast, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from andrea_callbacks.events import RunEvent, publish_event
@@ -28,6 +27,7 @@ from andrea_callbacks.gradients import is_sharded
 from andrea_callbacks.protocols import GeneratesText, KnowsWords
 from andrea_callbacks.replay import undisturbed
 from andrea_callbacks.scalars import ScalarCallback, add_text
+from andrea_callbacks.terminal import say, warn
 from andrea_callbacks.updates import settle
 
 Action = Literal["warn", "stop"]
@@ -249,7 +249,7 @@ class CoherenceGate(ScalarCallback):
             if isinstance(datamodule, KnowsWords):
                 self._words = frozenset(datamodule.known_words()) or None
             if self._words is None:
-                rank_zero_info(
+                say(
                     "CoherenceGate: no known words (known=, or the datamodule's known_words()); the score "
                     "takes noise for variety"
                 )
@@ -319,7 +319,7 @@ class CoherenceGate(ScalarCallback):
         message = f"update {update}: CoherenceGate has no sample, since generate failed ({fault})"
         if not self._is_able:
             message += "; nothing is sampled any more"
-        rank_zero_warn(message, category=IncoherenceWarning)
+        warn(message, category=IncoherenceWarning)
         publish_event(trainer, RunEvent(kind="coherence", update=update, message=message))
 
     def _alarm(self, trainer: pl.Trainer, update: int, sample: str) -> None:
@@ -331,7 +331,7 @@ class CoherenceGate(ScalarCallback):
             message += "; the run stops"
             trainer.should_stop = True
         if self.action == "stop" or self.low == self.patience:
-            rank_zero_warn(message, category=IncoherenceWarning)
+            warn(message, category=IncoherenceWarning)
         details = {"score": self.last, "low": self.low, "stops": self.action == "stop", "sample": sample}
         publish_event(trainer, RunEvent(kind="coherence", update=update, message=message, details=details))
 

@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
@@ -17,6 +16,7 @@ from andrea_callbacks.gradients import is_sharded
 from andrea_callbacks.packages import is_kind, with_twin
 from andrea_callbacks.protocols import GeneratesText
 from andrea_callbacks.scalars import add_text, without_module
+from andrea_callbacks.terminal import say
 
 
 class UpdateProgressBar(TQDMProgressBar):
@@ -130,7 +130,7 @@ class RunReport(Callback):
         saved = _newest_checkpoint(trainer)
         if saved is not None:
             lines.append(f"checkpoint: {saved}")
-        rank_zero_info("\n".join(lines))
+        say("\n".join(lines))
 
     def _show_sample(self, trainer: pl.Trainer, module: GeneratesText) -> None:
         device = next((each.device for each in _tensors(module)), torch.device("cpu"))
@@ -141,10 +141,10 @@ class RunReport(Callback):
             named = (
                 "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             )  # else it speaks for itself
-            rank_zero_info(f"no sample: {named}{error}")
+            say(f"no sample: {named}{error}")
             return
         for prompt, text in zip(self.prompts, texts, strict=True):
-            rank_zero_info(f"sample: {prompt}{text}")
+            say(f"sample: {prompt}{text}")
         samples = "\n\n".join(prompt + text for prompt, text in zip(self.prompts, texts, strict=True))
         add_text(trainer, "sample", samples, trainer.global_step)
 

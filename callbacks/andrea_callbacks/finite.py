@@ -6,7 +6,6 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -35,6 +34,7 @@ from andrea_callbacks.protocols import RefusesUpdates, reports_updates
 from andrea_callbacks.replay import ReplayFunction, ReplayUnavailable, loss_function, replay_failed
 from andrea_callbacks.schedules import ScheduleMove
 from andrea_callbacks.tensors import Fault, faults_in
+from andrea_callbacks.terminal import warn
 from andrea_callbacks.window import UpdateWindow, WindowCallback
 
 Policy = Literal["raise", "skip", "flag"]
@@ -275,7 +275,7 @@ class FiniteGuard(WindowCallback):
                 "before. FiniteGuard's max_consecutive bears more"
             )
         if count == FALLING_SCALE_UPDATES:
-            rank_zero_warn(f"{told}; check the learning rate, or use bf16-mixed", category=NonFiniteWarning)
+            warn(f"{told}; check the learning rate, or use bf16-mixed", category=NonFiniteWarning)
 
     def _look_at_state(
         self, trainer: pl.Trainer, optimizer: Optimizer, place: str, step: int
@@ -320,7 +320,7 @@ class FiniteGuard(WindowCallback):
                 failed = [str(reason)]
             except Exception as error:  # the user's code, or what it was given: the run goes on
                 failed = [replay_failed(error)]
-                rank_zero_warn(f"update {update}: {failed[0]}", category=NonFiniteWarning)
+                warn(f"update {update}: {failed[0]}", category=NonFiniteWarning)
             found, failed = [*in_batch, *gathered(found)], gathered(failed)
             bundle.texts = gathered(bundle.texts)
             nowhere = "the fault did not come again when the update was run again"
@@ -380,7 +380,7 @@ class FiniteGuard(WindowCallback):
         if found:
             message = f"update {update}: " + "; ".join(each["words"] for each in found)
             exception.add_note(message)
-            rank_zero_warn(f"{message}; then came {type(exception).__name__}", category=NonFiniteWarning)
+            warn(f"{message}; then came {type(exception).__name__}", category=NonFiniteWarning)
             details = {"fault": "the batch", "batch": found, "skipped": False}
             publish_event(
                 trainer, RunEvent(kind="nonfinite", update=update, message=message, details=details)
@@ -438,7 +438,7 @@ class FiniteGuard(WindowCallback):
         self.flagged += 1
         self._flagged_at = update
         message = f"update {update}: {fault} is not finite" + (f"; {found}" if found else "")
-        rank_zero_warn(message, category=NonFiniteWarning)
+        warn(message, category=NonFiniteWarning)
         details = {"fault": fault, "skipped": skipped, "optimizer": place}
         publish_event(trainer, RunEvent(kind="nonfinite", update=update, message=message, details=details))
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from andrea_callbacks.events import RunEvent, publish_event
 from andrea_callbacks.protocols import MixesSources, NamesSources
+from andrea_callbacks.terminal import say
 from andrea_callbacks.updates import ReportCallback
 
 
@@ -98,7 +98,7 @@ class SourceMonitor(ReportCallback):
         for name, weight in mixed["weight"].items():
             if not weight and before.get(name):
                 message = f"update {update}: {name} has reached its max_epochs and is drawn no more"
-                rank_zero_info(message)
+                say(message)
                 details = {"source": name, "weights": mixed["weight"]}
                 publish_event(
                     trainer, RunEvent(kind="exhausted", update=update, message=message, details=details)
@@ -111,7 +111,7 @@ class SourceMonitor(ReportCallback):
         total = sum(self._tokens.values())
         if len(self._tokens) > 1:
             lines = [self._summary_of(name, total) for name in self._names if name in self._tokens]
-            rank_zero_info("\n".join([f"epoch {trainer.current_epoch + 1}, by source:", *lines]))
+            say("\n".join([f"epoch {trainer.current_epoch + 1}, by source:", *lines]))
         self._tokens, self._loss_sums = {}, {}
 
     def _summary_of(self, name: str, total: int) -> str:

@@ -5,7 +5,6 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -39,6 +38,7 @@ from andrea_callbacks.replay import (
     replay_failed,
 )
 from andrea_callbacks.scalars import add_text
+from andrea_callbacks.terminal import say, warn
 from andrea_callbacks.window import UpdateWindow, WindowCallback
 
 MOST_SOURCES = 256
@@ -322,7 +322,7 @@ class SpikeForensics(WindowCallback):
                     f"update {waiting.update}: the {name} was a spike {detector.patience} times in a row; "
                     "this is taken for its new level, which is learnt afresh"
                 )
-                rank_zero_info(message)
+                say(message)
                 publish_event(trainer, RunEvent(kind="level", update=waiting.update, message=message))
 
     def _report(
@@ -361,7 +361,7 @@ class SpikeForensics(WindowCallback):
         if stops:
             line += f"; {self.in_a_row} spikes in a row: the run stops"
             trainer.should_stop = True
-        rank_zero_info(line)
+        say(line)
         details = {key: report[key] for key in report if key not in ("kind", "update", "sequences")}
         details["stops"] = stops
         publish_event(trainer, RunEvent(kind="spike", update=update, message=line, details=details))
@@ -385,7 +385,7 @@ class SpikeForensics(WindowCallback):
             failed = [str(reason)]
         except Exception as error:  # the user's code, or what it was given: the run goes on
             failed = [replay_failed(error)]
-            rank_zero_warn(f"update {waiting.update}: {failed[0]}")
+            warn(f"update {waiting.update}: {failed[0]}")
         agreement = 1.0 if attribution is None or attribution.agreement is None else attribution.agreement
         if not agreement >= FAITHFUL:  # the same on all ranks; NaN is not
             report["agreement"] = agreement
