@@ -31,11 +31,13 @@ from andrea_pl.arguments import CLIP_STRATEGIES, TRUST_HELP, given_texts, restri
 from andrea_pl.block import read_block, read_weights, refuse_nonfinite
 from andrea_pl.checkpoint import DurableCheckpointIO, read_checkpoint
 from andrea_pl.configuration import UsageError
+from andrea_pl.data.listing import listed_once
 from andrea_pl.data.module import TextDataModule
 from andrea_pl.errors import UserError
 from andrea_pl.export import export_model
 from andrea_pl.folders import RunFolders
 from andrea_pl.generating import generate_text
+from andrea_pl.faults import dead_worker, encoding_hint
 from andrea_pl.interrupting import EXIT_INTERRUPTED
 from andrea_pl.language import LanguageModule
 from andrea_pl.optim import build_extension
@@ -518,7 +520,7 @@ def main(argv: list[str] | None = None) -> int:
     _quieten_lightning()
     try:
         arguments = restrict(given)
-        with ending_in_order():
+        with ending_in_order(), listed_once():
             if arguments and arguments[0] in STANDALONE:
                 STANDALONE[arguments[0]](arguments[1:])
                 return 0
@@ -530,10 +532,17 @@ def main(argv: list[str] | None = None) -> int:
         say_error(f"andrea: error: {explain(refused, given_texts(given))}")
         raise
     except (NonFiniteError, UserError, MisconfigurationException, OSError, UnicodeError) as error:
-        say_error(f"andrea: error: {error}")
+        hint = encoding_hint() if isinstance(error, UnicodeError) else ""
+        say_error(f"andrea: error: {dead_worker(error) or error}{hint}")
         if isinstance(error, UsageError):
             raise SystemExit(EXIT_USAGE) from error
         return EXIT_NONFINITE if isinstance(error, NonFiniteError) else EXIT_ERROR
+    except RuntimeError as error:
+        fault = dead_worker(error)
+        if fault is None:
+            raise
+        say_error(f"andrea: error: {fault}")
+        return EXIT_ERROR
     except (KeyboardInterrupt, SystemExit) as end:
         if not isinstance(end, (KeyboardInterrupt, EndedBySignal)) and not isinstance(
             end.__context__, KeyboardInterrupt

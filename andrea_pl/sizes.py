@@ -59,6 +59,8 @@ def refuse_absurd_numbers(values: Any, key: str = "") -> None:
     elif isinstance(values, list):
         for part in cast("list[Any]", values):
             refuse_absurd_numbers(part, key)
+    elif isinstance(values, str) and key in BOUNDS and values.lstrip("-").isdecimal():
+        refuse_absurd_numbers(int(values[:30]), key)
     elif isinstance(values, int) and not isinstance(values, bool):
         least, most = BOUNDS.get(key, (-(2**63), 2**63 - 1))
         if not least <= values <= most:

@@ -1,5 +1,6 @@
 """What the command does before anything else: streams that take any text, and one process per task."""
 
+import getpass
 import logging
 import os
 import sys
@@ -16,12 +17,21 @@ LOGGER = "lightning.pytorch.utilities.rank_zero"
 def start_command() -> None:
     """Have interrupts raise KeyboardInterrupt again, and have any text printed, steering no terminal."""
     give_interrupts_back()
+    _name_user()
     logging.getLogger(LOGGER).addFilter(_escape_record)
     warnings.formatwarning = _format_warning
     for stream in (sys.stdout, sys.stderr):
         reconfigure: Any = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="backslashreplace")
+
+
+def _name_user() -> None:
+    """Give this process's user a name where it has none, as in containers, for libraries that ask."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["USER"] = f"uid-{os.getuid()}"
 
 
 def shown(text: str, stream: TextIO) -> str:

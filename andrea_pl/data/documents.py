@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from andrea_pl.data.plain_text import read_text_file
+from andrea_pl.data.listing import listed
 from andrea_pl.data.python_text import PythonPart, python_documents, python_fingerprint
 from andrea_pl.data.records import AnyDocument, Document
 from andrea_pl.errors import UserError
@@ -128,7 +129,10 @@ class TextSource:
         Raises:
             UserError: If a path matches nothing or names a file of an unknown kind.
         """
-        return [file for path in self.paths for file in _expand(self.name, path, self.format)]
+        return listed(
+            (self.name, tuple(self.paths), self.format),
+            lambda: [file for path in self.paths for file in _expand(self.name, path, self.format)],
+        )
 
     def fingerprint(self) -> list[Any]:
         """Return what changes with the input: path, size and time of files, or the installed Python."""

@@ -18,6 +18,7 @@ from andrea_callbacks.updates import settle
 from andrea_pl.data.curriculum import Curriculum, CurriculumSampler, Pool
 from andrea_pl.data.dataset import DynamicPaddingCollator, TokenizedDataset
 from andrea_pl.data.documents import TextSource
+from andrea_pl.data.listing import listed_once
 from andrea_pl.data.loader import MicroBatchLoader, TextWindowLoader, WindowReader
 from andrea_pl.data.mixtures import Fixed
 from andrea_pl.data.prepare import (
@@ -272,7 +273,8 @@ class TextDataModule(pl.LightningDataModule):
     @override
     def prepare_data(self) -> None:
         """Write what is missing; Lightning calls this on one process of each machine."""
-        prepare(self.preparation)
+        with listed_once():
+            prepare(self.preparation)
 
     @override
     def setup(self, stage: str | None = None) -> None:
@@ -280,7 +282,8 @@ class TextDataModule(pl.LightningDataModule):
         if stage == "fit" and self.trainer is not None and not self._wants_validation():
             self.trainer.limit_val_batches = 0
         if self._prepared is None:
-            self._prepared = open_prepared(self.preparation)
+            with listed_once():
+                self._prepared = open_prepared(self.preparation)
             self._refuse_large_vocabulary(self._prepared.tokenizer)
             self._parts = {split: self._build_parts(split) for split in ("train", "val", "test")}
 
@@ -544,4 +547,10 @@ def _cache_dir(given: str | None) -> Path:
     if given is not None:
         return Path(given).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "andrea_pl"
+    try:
+        return (Path(base).expanduser() if base else Path.home() / ".cache") / "andrea_pl"
+    except RuntimeError as error:
+        raise UserError(
+            "no home folder is known here to keep prepared text in; set data.cache_dir, or the environment "
+            "variable HOME or XDG_CACHE_HOME"
+        ) from error

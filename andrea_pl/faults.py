@@ -1,0 +1,54 @@
+"""Faults of the machine that libraries report in words of their own, or inside somebody else's error."""
+
+import locale
+import re
+from collections.abc import Iterator
+
+WORKER = re.compile(r"DataLoader worker \(pid\(?s?\)? ?([\d, ]+)\)(?: is killed by signal: ([\w ]+)| exited)")
+"""What torch says of a process that reads ahead and is gone. It may say so within any call of the run."""
+
+
+def dead_worker(error: BaseException) -> str | None:
+    """Return what to say where a process that reads ahead has died, None for an error about something else.
+
+    Args:
+        error: Whatever ended the run. Its causes are looked through: torch raises wherever the run just was.
+    """
+    for each in _chain(error):
+        found = WORKER.search(str(each))
+        if found is None:
+            continue
+        pids, how = found[1].strip(), found[2]
+        if how and how.startswith("Bus"):
+            why = "ran out of shared memory"
+            remedy = "give the container more of it (docker run --shm-size=8g), or set data.num_workers to 0"
+        else:
+            why = f"was ended by the signal {how}" if how else "ended by itself"
+            remedy = (
+                "most often the machine was short of memory: lower data.num_workers or data.prefetch_factor, "
+                "or free some"
+            )
+        return (
+            f"a process that reads text ahead (DataLoader worker, pid {pids}) {why}; {remedy}. "
+            "The same command with --resume goes on from the last checkpoint"
+        )
+    return None
+
+
+def encoding_hint() -> str:
+    """Return what to do about text where this process takes it for an encoding that cannot hold it."""
+    encoding = locale.getpreferredencoding(False)
+    is_whole = encoding.lower().replace("-", "").replace("_", "") == "utf8"
+    return "" if is_whole else f"; this process takes text for {encoding}: set PYTHONUTF8=1"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    following: list[BaseException | None] = [error]
+    while following:
+        each = following.pop(0)
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        following += [each.__cause__, each.__context__]
