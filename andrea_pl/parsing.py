@@ -210,9 +210,8 @@ def explain(refused: RefusedArguments, given: Iterable[tuple[str, str]]) -> str:
             that was read in place of a value, the line names that file, and nothing of what it holds.
     """
     message = refused.message
-    key = re.search(r'Parser key "([\w.]+)', message)
-    read = None if key is None else file_in_place(key[1], given)
-    if key is not None and read is not None:
+    read = next(filter(None, (file_in_place(key, given) for key in _named_keys(message))), None)
+    if read is not None:
         where, path = read
         near = re.search(r"did you mean '[\w.]+'\?", message)
         hint = f"; in it, {near[0]}" if near else ""
@@ -220,6 +219,13 @@ def explain(refused: RefusedArguments, given: Iterable[tuple[str, str]]) -> str:
     else:
         said = shortened(message)
     return f"{said} ({refused.program} --help lists every key)"
+
+
+def _named_keys(message: str) -> list[str]:
+    """Return the keys that a message is about, the outermost first."""
+    unknown = UNKNOWN.search(message)
+    keys = re.findall(r'Parser key "([\w.]+)', message)[:1]
+    return keys + ([unknown["key"]] if unknown is not None and unknown["key"] else [])
 
 
 def file_in_place(key: str, given: Iterable[tuple[str, str]]) -> tuple[str, str] | None:
