@@ -35,7 +35,7 @@ def say(message: str) -> None:
 
 def warn(message: str, category: Any = UserWarning) -> None:
     """Warn on rank zero, escaped."""
-    rank_zero_warn(escaped(message), stacklevel=6, category=category)
+    rank_zero_warn(escaped(message), stacklevel=5, category=category)
 
 
 def _is_harmless(sign: str) -> bool:
