@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
 from jsonargparse import set_parsing_settings
@@ -74,7 +75,7 @@ def restrict(arguments: list[str]) -> list[str]:
     kept, protocols = _take(PROTOCOL_FLAG, "the name of a protocol, such as hf", kept)
     trust_protocols(protocols)
     kept = _expand_configurations(_name_newest(kept))
-    contents = {path: read_configuration(path) for path in configurations(kept)}
+    contents = {path: _read_with_included(path) for path in configurations(kept)}
     _refuse_mistyped_words(contents)
     kept = _name_strategy_class(_replace_whole(kept, contents), contents)
     bound_values()
@@ -120,7 +121,28 @@ def _name_newest(arguments: list[str]) -> list[str]:
 def configurations(arguments: list[str]) -> list[str]:
     """Return the configuration files that a command line names, each once; one may be given as text."""
     paths = [value for flag, value in flag_values(arguments) if f"--{flag}" in CONFIG_FLAGS or flag == "c"]
-    return [path for path in dict.fromkeys(paths) if path and not path.lstrip().startswith("{")]
+    return [path for path in dict.fromkeys(paths) if path and not _is_text(path)]
+
+
+def _is_text(value: str) -> bool:
+    """Say whether a configuration is given as text in place of a file."""
+    return value.lstrip().startswith("{") or "\n" in value or ": " in value
+
+
+def _read_with_included(path: str, including: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Read a configuration, and look at those that it names by its own key `config`.
+
+    Raises:
+        UsageError: If one cannot be parsed, or names itself.
+    """
+    if path in including:
+        raise UsageError(f"{path}: the key config leads back to this file; remove it")
+    content = read_configuration(path)
+    included: Any = content.get("config")
+    for each in cast("list[Any]", included if isinstance(included, list) else [included]):
+        if isinstance(each, str) and not _is_text(each):
+            _read_with_included(str(Path(path).parent / each), (*including, path))
+    return content
 
 
 def given_texts(arguments: list[str]) -> list[tuple[str, str]]:

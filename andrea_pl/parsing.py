@@ -254,6 +254,7 @@ def shortened(message: str) -> str:
     message = message.replace(LIBRARY_REMEDY, remedy)
     message = re.sub(r'Parser key "([^"]+)":?', r"\1:", message)
     message = re.sub(r"Problem with given class_path '([^']+)':", r"\1:", message)
+    message = re.sub(r"(?s)Unexpected config: .*", "no configuration: keys with values are expected", message)
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     text = ""
     for line in filter(None, lines):

@@ -40,7 +40,8 @@ NOT_PATHS = frozenset(("class_path",))
 NAME_KEYS = frozenset(("name", "version", "sub_dir", "filename"))
 """Keys of loggers, callbacks and profilers whose value is a name within another folder."""
 
-NAMED = ("trainer.logger", "trainer.callbacks", "trainer.profiler")
+OURS = ("andrea_callbacks.", "andrea_pl.", "lightning.", "pytorch_lightning.")
+"""Classes whose keys are known; what `name` means to another that the user trusts, that class knows."""
 
 LOGGED = ("trainer.logger", "trainer.default_root_dir")
 """Folders in which a logger expands variables, and nothing else does."""
@@ -76,6 +77,7 @@ def resolve(values: Any) -> Any:
     Raises:
         UserError: If a path names a storage or a user that is not known, or a name leads out of its folder.
     """
+    _refuse_names(values)
     return map_strings(values, _resolved)
 
 
@@ -93,7 +95,7 @@ def map_strings(value: Any, change: Callable[[str, str], str], key: str = "") ->
     if isinstance(value, Mapping):
         parts = cast("Mapping[str, Any]", value)
         return {name: map_strings(each, change, _joined(key, name)) for name, each in parts.items()}
-    if hasattr(value, "__dict__") and hasattr(value, "clone"):  # the parser's namespaces
+    if _is_namespace(value):
         copy: Any = value.clone()
         for name, each in cast("dict[str, Any]", vars(copy)).items():
             setattr(copy, name, map_strings(each, change, _joined(key, name)))
@@ -184,9 +186,33 @@ def _resolved(key: str, value: str) -> str:
                 "checkpoints would take them for two folders; write the folder itself"
             )
         return expand(value, key)
-    if key.startswith(NAMED) and key.rpartition(".")[2] in NAME_KEYS:
-        refuse_leading_out(value, key)
     return as_text(value)
+
+
+def _refuse_names(value: Any, key: str = "") -> None:
+    """Refuse names that lead out of their folder, for every class of ours and of Lightning's."""
+    if isinstance(value, list):
+        for each in cast("list[Any]", value):
+            _refuse_names(each, key)
+        return
+    parts = _parts(value)
+    if str(parts.get("class_path", "")).startswith(OURS):
+        for option, named in _parts(parts.get("init_args")).items():
+            if option in NAME_KEYS and isinstance(named, str):
+                refuse_leading_out(named, f"{key}.{option}")
+    for name, each in parts.items():
+        _refuse_names(each, _joined(key, name))
+
+
+def _parts(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return cast("Mapping[str, Any]", value)
+    return cast("dict[str, Any]", vars(value)) if _is_namespace(value) else {}
+
+
+def _is_namespace(value: Any) -> bool:
+    """Say whether a value is one of the parser's namespaces."""
+    return hasattr(value, "__dict__") and hasattr(value, "clone")
 
 
 def as_text(value: str) -> str:

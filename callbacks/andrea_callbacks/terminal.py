@@ -20,8 +20,8 @@ def escaped(text: str) -> str:
     UTF-8.
 
     Example:
-        >>> print(escaped("a\x1b[31mb\tc"))
-        a\x1b[31mb	c
+        >>> print(escaped("a\x1b[31mb"))
+        a\x1b[31mb
     """
     if text.isascii() and text.isprintable():
         return text

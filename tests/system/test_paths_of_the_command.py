@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from fsspec.core import _un_chain
+from jsonargparse import Namespace
 
 from andrea_pl import UserError
 from andrea_pl.paths import (
@@ -196,24 +197,29 @@ def test_no_host_is_looked_up() -> None:
 
 
 NAMES = [
-    ("trainer.callbacks.init_args.filename", "../../x"),
-    ("trainer.callbacks.init_args.filename", "/x"),
-    ("trainer.callbacks.init_args.filename", "~/x"),
-    ("trainer.callbacks.init_args.name", "a/../../x"),
-    ("trainer.profiler.init_args.filename", "..\\x"),
-    ("trainer.logger.init_args.name", "$HOME/x"),
-    ("trainer.logger.init_args.name", "${HOME}"),
-    ("trainer.logger.init_args.version", "~"),
-    ("trainer.logger.init_args.sub_dir", "../x"),
-    ("trainer.logger.init_args.name", "hf://x"),
+    ("callbacks", "lightning.pytorch.callbacks.ModelCheckpoint", "filename", "../../x"),
+    ("callbacks", "lightning.pytorch.callbacks.OnExceptionCheckpoint", "filename", "/x"),
+    ("callbacks", "lightning.pytorch.callbacks.ModelCheckpoint", "filename", "~/x"),
+    ("callbacks", "andrea_callbacks.RunJournal", "name", "a/../../x"),
+    ("profiler", "lightning.pytorch.profilers.SimpleProfiler", "filename", "..\\x"),
+    ("logger", "lightning.pytorch.loggers.TensorBoardLogger", "name", "$HOME/x"),
+    ("logger", "lightning.pytorch.loggers.TensorBoardLogger", "name", "${HOME}"),
+    ("logger", "lightning.pytorch.loggers.CSVLogger", "version", "~"),
+    ("logger", "lightning.pytorch.loggers.TensorBoardLogger", "sub_dir", "../x"),
+    ("logger", "lightning.pytorch.loggers.CSVLogger", "name", "hf://x"),
 ]
 
 
-@pytest.mark.parametrize(("key", "name"), NAMES)
-def test_names_do_not_lead_out(key: str, name: str) -> None:
+@pytest.mark.parametrize(("where", "kind", "key", "name"), NAMES)
+def test_names_do_not_lead_out(where: str, kind: str, key: str, name: str) -> None:
     """Of loggers, checkpoints, journals and profilers; TensorBoard's logger expands variables and `~`."""
-    with pytest.raises(UserError, match="give a plain name"):
-        refuse_leading_out(name, key)
+    spec = {"class_path": kind, "init_args": {key: name}}
+    parsed = Namespace(class_path=kind, init_args=Namespace({key: name}))
+    for value in (spec, [spec], parsed):
+        with pytest.raises(UserError, match=rf"^trainer\.{where}\.{key}: .* give a plain name"):
+            resolve({"trainer": {where: value}})
+    own = {"trainer": {where: {**spec, "class_path": "mine.Thing"}}}
+    assert resolve(own) == own
 
 
 def test_names_that_stay() -> None:

@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 import andrea_pl.sizes
-from andrea_pl import RoPELanguageModel, TransformerConfig, UserError
+from andrea_pl import RoPELanguageModel, TextSource, TransformerConfig, UserError
 from andrea_pl.arguments import restrict
 from andrea_pl.configuration import read_configuration
+from andrea_pl.parsing import CommandParser, as_record
 from andrea_pl.sizes import BLOCK_BYTES, memory_needs, refuse_what_cannot_fit
 from answers import ask, write_tiny
 from commands import run_python
@@ -59,6 +60,17 @@ def test_odd_yaml_is_refused_in_one_line_quickly(case: str) -> None:
     assert words in str(error.value)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 300
+
+
+def test_a_configuration_that_names_itself() -> None:
+    """By its key `config`, through another; and one that names a file of something else."""
+    Path("a.yaml").write_text("config: b.yaml\n")
+    Path("b.yaml").write_text("config: [a.yaml]\n")
+    with pytest.raises(UserError, match=r"^a\.yaml: the key config leads back to this file"):
+        restrict(["fit", "--config", "a.yaml"])
+    Path("b.yaml").write_text("SECRET: &a [*a]\n")
+    with pytest.raises(UserError, match=r"^b\.yaml:1: an alias that stands for what it is in$"):
+        restrict(["fit", "--config", "a.yaml"])
 
 
 def test_what_yaml_may_hold() -> None:
@@ -168,6 +180,7 @@ KEYS: dict[str, Any] = {
     "trainer.callbacks": ["secret"],
     "trainer.logger": "secret",
     "trainer": "mapping.yaml",
+    "config": "secret",
 }
 
 
@@ -233,3 +246,26 @@ def test_parsing_takes_linear_time_in_sources() -> None:
     assert result.returncode == 0, result.stderr
     counts = json.loads(result.stdout.splitlines()[-1])
     assert counts["20"] == counts["200"] < 20
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"name": "a", "paths": ["x.txt"]},
+        {"name": "a", "paths": [], "kind": "python", "part": "topics", "floor": 0.25, "max_epochs": 2.0},
+        {"name": "t", "kind": "tokens", "documents": [[1, 2], [3]], "weight": 1.5, "split": "val"},
+    ],
+)
+def test_a_source_that_needs_no_conversion_is_what_the_parser_makes_of_it(source: dict[str, Any]) -> None:
+    """The short way gives the same namespace, with defaults; what it cannot know, it leaves to the parser."""
+    parser = CommandParser()
+    parser.add_argument("--sources", type=list[TextSource])
+    parsed = parser.parse_object({"sources": [source]}).sources[0]
+    ready = as_record(TextSource, source)
+    assert ready is not None
+    assert ready.init_args == parsed
+    assert ready.class_path == "andrea_pl.TextSource"
+    assert as_record(TextSource, ready) is ready
+    for odd in ({"floor": 1}, {"split": "all"}, {"pathss": []}, {"paths": "x"}, {"documents": [["1"]]}):
+        assert as_record(TextSource, {**source, **odd}) is None
+    assert as_record(TextSource, {"paths": ["x"]}) is None
