@@ -44,7 +44,7 @@ from andrea_pl.optim import build_extension
 from andrea_pl.optim.extension import canonical_target, load_extension
 from andrea_pl.output import survive_dead_output
 from andrea_pl.restoring import require_state, restoring
-from andrea_pl.parsing import CommandParser, RefusedArguments, explain
+from andrea_pl.parsing import RECORDS, CommandParser, RefusedArguments, explain
 from andrea_pl.paths import expand_home, resolve
 from andrea_pl.resuming import KEY as SETTINGS_KEY
 from andrea_pl.resuming import (
@@ -188,7 +188,18 @@ class KeepConfig(SaveConfigCallback):
 
 
 def _plain(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
-    return cast("dict[str, Any]", yaml.safe_load(parser.dump(config, skip_none=False, skip_validation=True)))
+    """Return a configuration as plain values; records, of which there may be many, by themselves."""
+    config = config.clone()
+    records = {key: config.pop(key) for key in RECORDS if config.get(key)}
+    text = parser.dump(config, skip_unset=False, skip_validation=True)
+    plain = cast("dict[str, Any]", yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))  # noqa: S506
+    for key, value in records.items():
+        place = plain
+        *above, last = key.split(".")
+        for part in above:
+            place = place.setdefault(part, {})
+        place[last] = [each.as_dict() for each in value]
+    return plain
 
 
 class StopReason(Callback):

@@ -108,13 +108,11 @@ def as_record(record: type, item: Any) -> Namespace | None:
 
     Args:
         record: A dataclass.
-        item: A mapping of its values, or what this function returned before.
+        item: A mapping of its values, or a namespace that has all of them already.
     """
     if isinstance(item, Namespace):
-        is_ready = "init_args" in item and _fits(
-            record, cast("dict[str, Any]", vars(cast(Any, item).init_args))
-        )
-        return item if is_ready else None
+        options = cast("dict[str, Any]", vars(item.get("init_args", item)))
+        return item if _fits(record, options) and len(options) == len(dataclasses.fields(record)) else None
     if not isinstance(item, dict) or not _fits(record, cast("dict[str, Any]", item)):
         return None
     values: dict[str, Any] = {}

@@ -8,8 +8,8 @@ from glob import glob
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from andrea_pl.data.plain_text import read_text_file
 from andrea_pl.data.listing import listed
+from andrea_pl.data.plain_text import read_text_file
 from andrea_pl.data.python_text import PythonPart, python_documents, python_fingerprint
 from andrea_pl.data.records import AnyDocument, Document
 from andrea_pl.errors import UserError

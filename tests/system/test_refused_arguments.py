@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import yaml
+from lightning.pytorch.cli import LightningArgumentParser
 
 import andrea_pl.sizes
-from andrea_pl import RoPELanguageModel, TextSource, TransformerConfig, UserError
+from andrea_pl import RoPELanguageModel, TextDataModule, TextSource, TransformerConfig, UserError
 from andrea_pl.arguments import restrict
+from andrea_pl.cli import _plain
 from andrea_pl.configuration import read_configuration
 from andrea_pl.parsing import CommandParser, as_record
 from andrea_pl.sizes import BLOCK_BYTES, memory_needs, refuse_what_cannot_fit
@@ -266,6 +268,22 @@ def test_a_source_that_needs_no_conversion_is_what_the_parser_makes_of_it(source
     assert ready.init_args == parsed
     assert ready.class_path == "andrea_pl.TextSource"
     assert as_record(TextSource, ready) is ready
+    assert as_record(TextSource, parsed) is parsed
     for odd in ({"floor": 1}, {"split": "all"}, {"pathss": []}, {"paths": "x"}, {"documents": [["1"]]}):
         assert as_record(TextSource, {**source, **odd}) is None
     assert as_record(TextSource, {"paths": ["x"]}) is None
+
+
+def test_sources_are_saved_as_the_parser_would() -> None:
+    """What a checkpoint has of a configuration is what the parser's own dump says."""
+    parser = LightningArgumentParser()
+    parser.add_lightning_class_args(TextDataModule, "data")
+    sources = [{"name": "a", "paths": ["x.txt"], "floor": 0.5}, {"name": "b", "kind": "python"}]
+    config = parser.parse_object({"data": {"sources": sources, "vocab_size": 300}})
+    dumped = yaml.safe_load(parser.dump(config, skip_unset=False, skip_validation=True))
+    assert _plain(parser, config) == dumped
+    assert dumped["data"]["sources"][0]["floor"] == 0.5
+    defaults = parser.get_defaults(skip_validation=True)
+    assert _plain(parser, defaults) == yaml.safe_load(
+        parser.dump(defaults, skip_unset=False, skip_validation=True)
+    )
