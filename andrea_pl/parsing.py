@@ -48,8 +48,8 @@ class RefusedArguments(SystemExit):
     """What the parser does not take: exit code 2.
 
     Args:
-        message: One line.
-        keys: The keys that it names.
+        message: What the parser said.
+        program: The command whose help lists what can be given.
     """
 
     def __init__(self, message: str, program: str) -> None:
@@ -76,7 +76,8 @@ class CommandParser(LightningArgumentParser):
         message = with_nearest(message, parser.known_keys())
         if not self.exit_on_error:
             super().error(message, ex)
-        raise RefusedArguments(message, parser.prog.replace(" [options]", "")) from ex
+        program = parser.prog.replace(" [options]", "").replace("__main__.py", "andrea")
+        raise RefusedArguments(message, program) from ex
 
     def known_keys(self) -> list[str]:
         """Return every key that the parser takes."""

@@ -141,7 +141,8 @@ def refuse_protocols(path: str, key: str) -> None:
     """
     for protocol in protocols_of(path):
         if protocol in ("http", "https") and protocol not in _trusted:
-            raise UserError(f"{key}: {path}: not fetched from the web; download it first")
+            what = "checkpoints are" if key in ("ckpt_path", "init_from") else "this is"
+            raise UserError(f"{key}: {path}: {what} not fetched from the web; download it first")
         if protocol not in PROTOCOLS | _trusted:
             raise UserError(
                 f"{key}: {path}: {protocol} is no storage that is used unasked; download it first, or allow "
