@@ -35,17 +35,17 @@ from andrea_pl.data.listing import listed_once
 from andrea_pl.data.module import TextDataModule
 from andrea_pl.errors import UserError
 from andrea_pl.export import export_model
+from andrea_pl.faults import dead_worker, encoding_hint
 from andrea_pl.folders import RunFolders
 from andrea_pl.generating import generate_text
-from andrea_pl.faults import dead_worker, encoding_hint
 from andrea_pl.interrupting import EXIT_INTERRUPTED
 from andrea_pl.language import LanguageModule
 from andrea_pl.optim import build_extension
 from andrea_pl.optim.extension import canonical_target, load_extension
 from andrea_pl.output import survive_dead_output
-from andrea_pl.restoring import require_state, restoring
 from andrea_pl.parsing import RECORDS, CommandParser, RefusedArguments, explain
 from andrea_pl.paths import expand_home, resolve
+from andrea_pl.restoring import require_state, restoring
 from andrea_pl.resuming import KEY as SETTINGS_KEY
 from andrea_pl.resuming import (
     ONLY_THIS_CALL,
@@ -58,7 +58,7 @@ from andrea_pl.resuming import (
 from andrea_pl.saving import DurableCheckpoint
 from andrea_pl.signals import EndedBySignal, StoppedBySignal, ending_in_order
 from andrea_pl.sizes import refuse_absurd_numbers, refuse_what_cannot_fit
-from andrea_pl.starting import say_error, shown, slurm_fault, start_command
+from andrea_pl.starting import say_error, slurm_fault, start_command
 from andrea_pl.update import NonFiniteError
 
 LIGHTNING_KEYWORDS = ("best", "last", "hpc", "registry")

@@ -1,10 +1,13 @@
 """The command `andrea generate`."""
 
+import sys
+
 import torch
 
 from andrea_pl.errors import UserError
 from andrea_pl.language import LanguageModule
 from andrea_pl.network import Sampling
+from andrea_pl.starting import shown
 
 SEEDS = (-(2**63), 2**64 - 1)
 """The least and the largest seed that torch's generators take."""
@@ -50,4 +53,5 @@ def generate_text(
     except Exception as error:  # torch has several kinds for a device that it does not have
         reason = str(error).partition("\n")[0]
         raise UserError(f"--device {device} cannot be used here: {reason}") from error
-    print(prompt + module.generate([prompt], max_new_tokens, generator, sampling)[0])
+    text = prompt + module.generate([prompt], max_new_tokens, generator, sampling)[0]
+    print(shown(text, sys.stdout))

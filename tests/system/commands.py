@@ -54,7 +54,8 @@ for rank in range(ranks):
         continue
     if ranks > 1:
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        places |= {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tests"}
+        places |= {"GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "tests"}
+        places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in places.items()})
     sys.argv = sys.argv[1:]
     code = 1
