@@ -1,8 +1,5 @@
 """Building and loading the clip extension: found, missing, broken, and seen by torch.compile."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ from torch import Tensor, nn
 
 from andrea_pl.optim import Clipper, ExtensionError, build_extension, clipping, extension
 from andrea_pl.optim.extension import load_extension
+from commands import run_python
 
 CPU = torch.device("cpu")
 
@@ -108,23 +106,30 @@ def test_what_was_built_ahead_needs_no_compiler(fresh: Path, monkeypatch: pytest
     assert [build_extension(target) for target in ("cpu", "90")] == built
 
 
+TOGETHER = """
+import os, sys
+from andrea_pl.optim.extension import build_extension
+
+children = []
+for _ in range(2):
+    child = os.fork()
+    if not child:
+        print(build_extension("cpu"), flush=True)
+        os._exit(0)
+    children.append(child)
+sys.exit(max(os.waitpid(child, 0)[1] for child in children))
+"""
+
+
 def test_processes_that_start_together_build_once(fresh: Path) -> None:
     """A lock that ends with its process: no second build, no stale lock."""
     counter = fresh / "built"
     compiler = executable(
         fresh / "slow", f'echo x >> {counter}; sleep 0.5; while [ "$1" != -o ]; do shift; done; echo > "$2"'
     )
-    code = "from andrea_pl.optim.extension import build_extension; print(build_extension('cpu'))"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "CXX": compiler},
-        )
-        for _ in range(2)
-    ]
-    outputs = {process.communicate()[0].splitlines()[-1] for process in processes}
+    done = run_python(TOGETHER, CXX=compiler)
+    assert done.returncode == 0, done.stderr
+    outputs = {line for line in done.stdout.splitlines() if line.startswith("/")}
     assert len(outputs) == 1
     assert Path(outputs.pop()).exists()
     assert counter.read_text() == "x\n"

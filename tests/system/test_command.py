@@ -12,7 +12,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from commands import andrea, andrea_from_scratch
+from commands import andrea, andrea_from_scratch, run_ranks
 
 pytestmark = pytest.mark.system
 
@@ -442,6 +442,7 @@ def test_build_extension() -> None:
 def test_two_ranks_train_as_one(tiny: Path) -> None:
     """`--trainer.devices 2` starts the second process itself, prepares once, and logs the same curve."""
     curves, rows = [], []
+    Path("command.py").write_text("import sys, andrea_pl.cli; sys.exit(andrea_pl.cli.main(sys.argv[2:]))")
     Path("mine.py").write_text("import lightning.pytorch as pl\n\nclass Quiet(pl.Callback):\n    pass\n")
     trusted = ["--trust_imports", "mine", "--trainer.callbacks", "mine.Quiet"]
     two = ["--trainer.devices", "2", "--trainer.strategy", "ddp", *trusted]
@@ -450,7 +451,8 @@ def test_two_ranks_train_as_one(tiny: Path) -> None:
         assert result.returncode == 0, result.stderr
         curves.append(scalars(log_folder(result)))
         checkpoint = ["--ckpt_path", str(next((log_folder(result) / "checkpoints").glob("*.ckpt")))]
-        predicted = call("predict", "--config", str(tiny), *options, *checkpoint, PYTHONPATH=str(Path.cwd()))
+        predict = ["predict", "--config", str(tiny), *options, *checkpoint]
+        predicted = run_ranks(Path("command.py"), 2 if options else 1, *predict, PYTHONPATH=str(Path.cwd()))
         assert predicted.returncode == 0, predicted.stderr
         rows.append([json.loads(line) for line in Path("predictions.jsonl").read_text().splitlines()])
     assert [row["document"] for row in rows[0]] == [row["document"] for row in rows[1]]
