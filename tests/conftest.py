@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,15 @@ LENGTHS = {"system": 0, "kernels": 1, "data": 2, "callbacks": 2, "tests": 2, "st
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the order below: xdist would start the files with few tests last, and those take longest."""
+    """Take signals that a background job or nohup ignores, and keep the order below.
+
+    The commands under test inherit what is ignored, and leave it ignored. xdist would start the files with
+    few tests last, and those take longest.
+    """
+    for name, handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
+        signum = getattr(signal, name, None)
+        if signum is not None and signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, handler)
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
