@@ -207,12 +207,7 @@ class DurableCheckpoint(Checkpoint):
         self._epochs = trainer.max_epochs
         self.dirpath = str(trainer.strategy.broadcast(self.resolve(trainer)))
         facts = run_facts(trainer, trainer.log_dir if trainer.loggers else None)  # all ranks must ask
-        others = [each for each in cast(Any, trainer).callbacks if isinstance(each, DurableCheckpoint)]
-        for each in others:
-            if each is not self and each.dirpath == self.dirpath:
-                raise UserError(
-                    f"two DurableCheckpoint callbacks write into {self.dirpath}; give one another dirpath"
-                )
+        self._refuse_another(trainer, self.dirpath)
         if type(trainer.strategy.checkpoint_io) in (TorchCheckpointIO, twin_of(TorchCheckpointIO)):
             trainer.strategy.checkpoint_io = DurableCheckpointIO()
         elif not isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO):
@@ -426,8 +421,16 @@ class DurableCheckpoint(Checkpoint):
         if self._lock is not None or not is_fit or not trainer.is_global_zero:
             return
         place = self.resolve(trainer)
+        self._refuse_another(trainer, place)
         if "://" not in place and Path(place).is_dir():
             self._lock = FolderLock(Path(place), announce=False)
+
+    def _refuse_another(self, trainer: pl.Trainer, place: str) -> None:
+        for each in cast(Any, trainer).callbacks:
+            if isinstance(each, DurableCheckpoint) and each is not self and each.resolve(trainer) == place:
+                raise UserError(
+                    f"two DurableCheckpoint callbacks write into {place}; give one another dirpath"
+                )
 
     def hand_over(self, lock: FolderLock) -> None:
         """Take the folder's lock from somebody who has it already."""
