@@ -548,7 +548,7 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(error, UsageError):
             raise SystemExit(EXIT_USAGE) from error
         return EXIT_NONFINITE if isinstance(error, NonFiniteError) else EXIT_ERROR
-    except RuntimeError as error:
+    except (RuntimeError, EOFError) as error:
         fault = dead_worker(error)
         if fault is None:
             raise

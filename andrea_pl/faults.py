@@ -2,7 +2,9 @@
 
 import locale
 import re
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 WORKER = re.compile(r"DataLoader worker \(pid\(?s?\)? ?([\d, ]+)\)(?: is killed by signal: ([\w ]+)| exited)")
 """What torch says of a process that reads ahead and is gone. It may say so within any call of the run."""
@@ -16,9 +18,9 @@ def dead_worker(error: BaseException) -> str | None:
     """
     for each in _chain(error):
         found = WORKER.search(str(each))
-        if found is None:
+        if found is None and not _is_cut_connection(each):
             continue
-        pids, how = found[1].strip(), found[2]
+        pids, how = (found[1].strip(), found[2]) if found else ("unknown", None)
         if how and how.startswith("Bus"):
             why = "ran out of shared memory"
             remedy = "give the container more of it (docker run --shm-size=8g), or set data.num_workers to 0"
@@ -33,6 +35,13 @@ def dead_worker(error: BaseException) -> str | None:
             "The same command with --resume goes on from the last checkpoint"
         )
     return None
+
+
+def _is_cut_connection(error: BaseException) -> bool:
+    """Say whether a loader lost the connection to a process before torch noticed that it was gone."""
+    return isinstance(error, (ConnectionError, EOFError)) and any(
+        Path(frame.filename).name == "dataloader.py" for frame in traceback.extract_tb(error.__traceback__)
+    )
 
 
 def encoding_hint() -> str:

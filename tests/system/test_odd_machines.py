@@ -175,6 +175,12 @@ def test_dead_workers_within_other_errors() -> None:
     bus = RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that …")
     assert "--shm-size" in str(dead_worker(bus))
     assert dead_worker(ValueError("other")) is None
+    assert dead_worker(ConnectionResetError(104, "Connection reset by peer")) is None
+    for fault in ("ConnectionResetError(104, 'Connection reset by peer')", "EOFError()"):
+        raising = compile(f"raise {fault}", "/torch/utils/data/dataloader.py", "exec")
+        with pytest.raises((OSError, EOFError)) as caught:
+            exec(raising)
+        assert "DataLoader worker, pid unknown) ended by itself" in str(dead_worker(caught.value))
 
 
 def test_a_start_lists_each_source_once(monkeypatch: pytest.MonkeyPatch) -> None:
