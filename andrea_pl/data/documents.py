@@ -2,28 +2,25 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from glob import glob
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, BinaryIO, Literal, cast
 
+from lightning.pytorch.utilities import rank_zero_info
+
+from andrea_pl.data.content import UNREADABLE, content_fault, read_fault
+from andrea_pl.data.files import FORMATS, Found, find_files, format_of_name, open_bytes, open_seekable, shown
 from andrea_pl.data.listing import listed
 from andrea_pl.data.plain_text import read_text_file
 from andrea_pl.data.python_text import PythonPart, python_documents, python_fingerprint
 from andrea_pl.data.records import AnyDocument, Document
 from andrea_pl.errors import UserError
 
-FORMATS = {
-    "text": (".txt", ".md", ".rst"),
-    "jsonl": (".jsonl",),
-    "parquet": (".parquet",),
-    "tokens": (".bin",),
-}
-SUFFIXES = tuple(suffix for suffixes in FORMATS.values() for suffix in suffixes)
-FORMAT_OF = {suffix: name for name, suffixes in FORMATS.items() for suffix in suffixes}
-
 Format = Literal["text", "jsonl", "parquet", "tokens"]
+TokenDtype = Literal["uint16", "uint32"]
+LARGEST_ID = {"uint16": 2**16 - 1, "uint32": 2**32 - 1}
+"""Largest id of each dtype of token files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +31,14 @@ class TextSource:
         name: Letters, digits, `-` and `_`; names the source in logs and in the cache.
         kind: `files` reads `paths`; `python` reads the text that every Python installation has; `tokens`
             takes `documents` as they stand.
-        paths: Files, folders or globs of .txt, .md, .rst, .jsonl, .parquet, or nanoGPT's raw uint16 .bin. A
-            text file is one document; a line of .jsonl or a row of .parquet is one, from its `text`, its
-            `question` and `answer`, or its `messages` (a list of `role` and `content`).
+        paths: Files, folders or globs of .txt, .md, .rst, .jsonl, .parquet, or .bin (token ids, raw as
+            nanoGPT writes them or behind llm.c's header), each also compressed as .gz. A text file is one
+            document; a line of .jsonl or a row of .parquet is one, from its `text`, its `question` and
+            `answer`, or its `messages` (a list of `role` and `content`). Names that begin with a dot are
+            passed over unless a path spells them out.
         format: What the files are, whatever they are called: `text`, `jsonl`, `parquet` or `tokens`. Told by
-            their names when left out.
+            their names when left out. With it a folder gives the files with that format's extensions, and a
+            glob every file that it matches.
         document_separator: Cuts text files into documents at this string, which is dropped.
         part: For `python`: `docstrings` (question and answer), `topics` (long prose), `readmes` (lists), or
             `all`.
@@ -46,6 +46,8 @@ class TextSource:
             token.
         end_of_document: For .bin files: the id after which a document ends. Left out, the file is cut into
             pieces of 8,192 tokens, each treated as a document.
+        token_dtype: For raw .bin files: `uint16` or `uint32`. Left out, llm.c's header tells it, and a file
+            without a header is uint16.
         split: `hash` deals documents to training, validation and test by their content; the others take all.
         val_fraction: Share of its documents held out for validation; `data.val_fraction` when left out.
         weight: Its share under the mixture `Fixed`, in relation to the other sources'; 1 when left out.
@@ -67,6 +69,7 @@ class TextSource:
     weight: float | None = None
     floor: float = 0.0
     max_epochs: float | None = None
+    token_dtype: TokenDtype | None = None
 
     def __post_init__(self) -> None:
         """Refuse a source that can give nothing."""
@@ -87,6 +90,7 @@ class TextSource:
                 f"source {self.name!r}: format must be one of {', '.join(FORMATS)}, for kind files; got "
                 f"{self.format!r} for kind {self.kind}"
             )
+        self._check_tokens()
         if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
             raise UserError(f"source {self.name!r}: val_fraction must lie in [0, 1), got {self.val_fraction}")
         for name, value, most in (("weight", self.weight, math.inf), ("floor", self.floor, 1.0)):
@@ -95,6 +99,21 @@ class TextSource:
                 raise UserError(f"source {self.name!r}: {name} must lie from 0 {to}, got {value}")
         if self.max_epochs is not None and not self.max_epochs > 0:
             raise UserError(f"source {self.name!r}: max_epochs must be more than 0, got {self.max_epochs}")
+
+    def _check_tokens(self) -> None:
+        """Refuse options of token files that cannot hold."""
+        if self.token_dtype is not None and (self.kind != "files" or self.token_dtype not in LARGEST_ID):
+            raise UserError(
+                f"source {self.name!r}: token_dtype must be {' or '.join(LARGEST_ID)}, for kind files; got "
+                f"{self.token_dtype!r} for kind {self.kind}"
+            )
+        dtype = self.token_dtype or "uint32"
+        largest = LARGEST_ID[dtype]
+        if self.end_of_document is not None and not 0 <= self.end_of_document <= largest:
+            raise UserError(
+                f"source {self.name!r}: end_of_document={self.end_of_document} must lie from 0 to {largest}, "
+                f"the largest id of {dtype}"
+            )
 
     @property
     def is_weighed(self) -> bool:
@@ -117,11 +136,13 @@ class TextSource:
         """Return what the prepared tokens depend on, as plain values."""
         paths = [str(Path(path).expanduser().absolute()) for path in self.paths]
         kept = {key: value for key, value in asdict(self).items() if key not in MIXING}
+        if self.token_dtype is None:
+            del kept["token_dtype"]  # stores of before it existed stay valid
         return {**kept, "paths": paths}
 
     def format_of(self, file: Path) -> str:
         """Return what a file is."""
-        return self.format or FORMAT_OF[file.suffix]
+        return self.format or cast(str, format_of_name(file.name))
 
     def files(self) -> list[Path]:
         """Expand the paths, in a fixed order.
@@ -129,17 +150,27 @@ class TextSource:
         Raises:
             UserError: If a path matches nothing or names a file of an unknown kind.
         """
+        return list(self._found().files)
+
+    def report_passed_over(self) -> None:
+        """Say what the source's folders and globs hold that is not read."""
+        passed = self._found().describe()
+        if passed:
+            rank_zero_info(f"source {self.name!r} passes over {passed}")
+
+    def _found(self) -> Found:
         return listed(
             (self.name, tuple(self.paths), self.format),
-            lambda: [file for path in self.paths for file in _expand(self.name, path, self.format)],
+            lambda: find_files(self.name, self.paths, self.format),
         )
 
     def fingerprint(self) -> list[Any]:
         """Return what changes with the input: path, size and time of files, or the installed Python."""
         if self.kind == "python":
             return python_fingerprint()
-        stats = [(file, file.stat()) for file in self.files()]
-        return [[str(file.resolve()), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+        found = self._found()
+        stats = [(real, file.stat()) for file, real in zip(found.files, found.real, strict=True)]
+        return [[real, stat.st_size, stat.st_mtime_ns] for real, stat in stats]
 
     def read(self, problems: "Problems") -> Iterator[AnyDocument]:
         """Yield the documents of a text source, reading one file at a time."""
@@ -147,7 +178,18 @@ class TextSource:
             yield from python_documents(self.part)
             return
         for file in self.files():
-            yield from _READERS[self.format_of(file)](file, self, problems)
+            yield from self._read_file(file, problems)
+
+    def _read_file(self, file: Path, problems: "Problems") -> Iterator[AnyDocument]:
+        kind = self.format_of(file)
+        try:
+            fault = content_fault(file, kind)
+            if fault is None:
+                yield from _READERS[kind](file, self, problems)
+                return
+        except UNREADABLE as error:
+            fault = read_fault(error)
+        problems.report(shown(file), *fault)
 
 
 MIXING = ("weight", "floor", "max_epochs")
@@ -181,37 +223,13 @@ class Problems:
         self.messages.append(message)
 
 
-def _expand(source: str, path: str, known: str | None) -> list[Path]:
-    found = Path(path).expanduser()
-    if found.is_dir():
-        wanted = SUFFIXES if known is None else FORMATS[known]
-        files = sorted(file for file in found.rglob("*") if file.is_file() and file.suffix in wanted)
-    elif found.is_file():
-        files = [found]
-    else:
-        matches = (Path(match) for match in glob(str(found), recursive=True))  # noqa: PTH207  (absolute too)
-        files = sorted(match for match in matches if match.is_file())
-    if not files:
-        raise UserError(
-            f"source {source!r}: nothing matches {path!r} (looked in {Path.cwd()}); give an existing file, a "
-            f"folder or a glob of {', '.join(SUFFIXES)}"
-        )
-    for file in files:
-        if known is None and file.suffix not in SUFFIXES:
-            raise UserError(
-                f"source {source!r}: {file} has no known kind; rename it to one of {', '.join(SUFFIXES)}, or "
-                f"give the source a format: {', '.join(FORMATS)}"
-            )
-    return files
-
-
 def _decode(file: Path, raw: bytes, line: int, problems: Problems) -> str | None:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line += raw[: error.start].count(b"\n")
         problems.report(
-            f"{file}:{line}",
+            f"{shown(file)}:{line}",
             f"not UTF-8 (byte 0x{raw[error.start]:02x})",
             "convert the file, for example with iconv",
         )
@@ -219,7 +237,7 @@ def _decode(file: Path, raw: bytes, line: int, problems: Problems) -> str | None
 
 
 def _report_empty(file: Path, problems: Problems) -> None:
-    problems.report(str(file), "empty file", "remove it")
+    problems.report(shown(file), "empty file", "remove it")
 
 
 def _read_text(file: Path, source: TextSource, problems: Problems) -> Iterator[AnyDocument]:
@@ -229,7 +247,7 @@ def _read_text(file: Path, source: TextSource, problems: Problems) -> Iterator[A
 def _read_jsonl(file: Path, source: TextSource, problems: Problems) -> Iterator[Document]:
     del source
     count = 0
-    with file.open("rb") as lines:
+    with open_bytes(file) as lines:
         for number, raw in enumerate(lines, start=1):
             if not raw.strip():
                 continue
@@ -240,9 +258,9 @@ def _read_jsonl(file: Path, source: TextSource, problems: Problems) -> Iterator[
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                problems.report(f"{file}:{number}", f"broken JSON ({error})", "mend the line")
+                problems.report(f"{shown(file)}:{number}", f"broken JSON ({error})", "mend the line")
                 continue
-            text = _record_text(record, f"{file}:{number}", problems)
+            text = _record_text(record, f"{shown(file)}:{number}", problems)
             if text is not None:
                 yield Document(text=text, origin=str(file), line=number)
     if not count:
@@ -251,6 +269,7 @@ def _read_jsonl(file: Path, source: TextSource, problems: Problems) -> Iterator[
 
 def _read_parquet(file: Path, source: TextSource, problems: Problems) -> Iterator[Document]:
     try:
+        import pyarrow  # pyright: ignore[reportMissingTypeStubs]
         import pyarrow.parquet as parquet  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
         raise UserError(
@@ -260,46 +279,59 @@ def _read_parquet(file: Path, source: TextSource, problems: Problems) -> Iterato
     if not file.stat().st_size:
         _report_empty(file, problems)
         return
+    arrow_error = cast("type[Exception]", cast(Any, pyarrow).ArrowException)
     row = 0
-    try:
-        table = cast(Any, parquet).ParquetFile(file)
-        for batch in table.iter_batches(batch_size=1024):
-            for record in batch.to_pylist():
-                row += 1
-                text = _record_text(record, f"{file}:{row}", problems)
-                if text is not None:
-                    yield Document(text=text, origin=str(file), line=row)
-    except (ValueError, OSError) as error:  # what pyarrow raises is one or the other
-        problems.report(f"{file}:{row + 1}", f"broken parquet ({error})", "write it again")
-        return
+    with open_seekable(file) as content:
+        rows = _parquet_rows(cast(Any, parquet), content)
+        while True:
+            try:
+                record, names = next(rows)
+            except StopIteration:
+                break
+            except (ValueError, OSError, arrow_error) as error:
+                problems.report(f"{shown(file)}:{row + 1}", f"broken parquet ({error})", "write it again")
+                return
+            row += 1
+            text = _record_text(record, f"{shown(file)}:{row}", problems, names)
+            if text is not None:
+                yield Document(text=text, origin=str(file), line=row)
     if not row:
         _report_empty(file, problems)
 
 
-def _record_text(record: Any, place: str, problems: Problems) -> str | None:
+def _parquet_rows(parquet: Any, content: BinaryIO) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """Yield the rows of a table, only with the columns that hold text, and the names of all its columns."""
+    table = parquet.ParquetFile(content)
+    names = list(table.schema_arrow.names)
+    columns = [name for name in names if name in TEXT_KEYS]
+    for batch in table.iter_batches(batch_size=1024, columns=columns or None):
+        for record in batch.to_pylist():
+            yield record, names
+
+
+TEXT_KEYS = ("text", "question", "answer", "messages")
+"""Keys of a record that are read."""
+
+
+def _record_text(
+    record: Any, place: str, problems: Problems, names: Sequence[str] | None = None
+) -> str | None:
     """Return the text of one record, whichever of the three shapes it has."""
     remedy = "give 'text', or 'question' and 'answer', or 'messages' with 'role' and 'content', all strings"
     if not isinstance(record, dict):
         problems.report(place, f"a {type(record).__name__} where an object is expected", remedy)
         return None
     fields = cast(dict[str, Any], record)
-    messages = fields.get("messages")
-    if fields.get("text") is not None:
-        parts = [fields["text"]]
-    elif fields.get("question") is not None and fields.get("answer") is not None:
-        parts = ["Question: ", fields["question"], "\nAnswer: ", fields["answer"], "\n"]
-    elif isinstance(messages, list) and messages:
-        parts: list[Any] = []
-        for message in cast(list[Any], messages):
-            turn = cast(dict[str, Any], message) if isinstance(message, dict) else {}
-            parts += [turn.get("role"), ": ", turn.get("content"), "\n"]
-    else:
-        problems.report(place, f"missing key (found: {', '.join(map(str, fields)) or 'none'})", remedy)
+    parts = _record_parts(fields)
+    if parts is None:
+        problems.report(place, *_missing_text(fields, names or list(fields), remedy))
         return None
-    if not all(isinstance(part, str) for part in parts):
-        problems.report(place, "a value that should be a string is not", remedy)
-        return None
-    text = "".join(parts)
+    for key, part in parts:
+        if not isinstance(part, str):
+            kind = "missing or null" if part is None else f"a {type(part).__name__}"
+            problems.report(place, f"a value that should be a string is not ({key!r} is {kind})", remedy)
+            return None
+    text = "".join(part for _, part in parts)
     if not text.strip():
         problems.report(place, "empty text", "remove the record")
         return None
@@ -309,6 +341,42 @@ def _record_text(record: Any, place: str, problems: Problems) -> str | None:
         problems.report(place, "half a surrogate pair, which no UTF-8 can hold", "mend the escape")
         return None
     return text
+
+
+def _record_parts(fields: dict[str, Any]) -> list[tuple[str, Any]] | None:
+    """Return what makes the text of a record, each with the key it is from, None where it has no shape."""
+    messages = fields.get("messages")
+    if fields.get("text") is not None:
+        return [("text", fields["text"])]
+    if fields.get("question") is not None and fields.get("answer") is not None:
+        question, answer = fields["question"], fields["answer"]
+        return [
+            ("", "Question: "),
+            ("question", question),
+            ("", "\nAnswer: "),
+            ("answer", answer),
+            ("", "\n"),
+        ]
+    if not isinstance(messages, list) or not messages:
+        return None
+    parts: list[tuple[str, Any]] = []
+    for message in cast(list[Any], messages):
+        turn = cast(dict[str, Any], message) if isinstance(message, dict) else {}
+        parts += [("role", turn.get("role")), ("", ": "), ("content", turn.get("content")), ("", "\n")]
+    return parts
+
+
+def _missing_text(fields: dict[str, Any], names: Sequence[str], remedy: str) -> tuple[str, str]:
+    """Return why a record has no text, and the remedy."""
+    for key in TEXT_KEYS:
+        if key in fields and fields[key] is None:
+            return f"{key!r} is null", "fill it in, or remove the record"
+    messages = fields.get("messages")
+    if messages == []:
+        return "'messages' is empty", "fill it in, or remove the record"
+    if messages is not None:
+        return f"'messages' is a {type(messages).__name__} where a list is expected", remedy
+    return f"missing key (found: {', '.join(map(str, names)) or 'none'})", remedy
 
 
 _READERS: dict[str, Callable[[Path, TextSource, Problems], Iterator[AnyDocument]]] = {

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
+from typing import TypeVar, cast
 
-_found: ContextVar[dict[Hashable, list[Path]] | None] = ContextVar("found", default=None)
+Listing = TypeVar("Listing")
+
+_found: ContextVar[dict[Hashable, object] | None] = ContextVar("found", default=None)
 
 
 @contextmanager
@@ -21,16 +23,16 @@ def listed_once() -> Generator[None]:
         _found.reset(token)
 
 
-def listed(source: Hashable, look_up: Callable[[], list[Path]]) -> list[Path]:
-    """Return the files of a source, looked up now unless `listed_once` holds them.
+def listed(source: Hashable, look_up: Callable[[], Listing]) -> Listing:
+    """Return what a source's paths name, looked up now unless `listed_once` holds it.
 
     Args:
-        source: What they depend on.
-        look_up: Finds them.
+        source: What it depends on.
+        look_up: Finds it. What it returns is shared: do not change it.
     """
     found = _found.get()
     if found is None:
         return look_up()
     if source not in found:
         found[source] = look_up()
-    return list(found[source])
+    return cast(Listing, found[source])

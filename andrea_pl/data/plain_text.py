@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from andrea_pl.data.files import open_bytes
+from andrea_pl.data.files import open_bytes, shown
 from andrea_pl.data.records import AnyDocument, Document, LongDocument, digest_of_parts
 from andrea_pl.errors import UserError
 
@@ -49,16 +49,16 @@ def read_text_file(file: Path, separator: str | None, problems: "Problems") -> I
         survey = _survey(_decoded(chunks()), separator)
     except _NotUtf8Error as fault:
         remedy = "convert the file, for example with iconv"
-        problems.report(f"{file}:{fault.line}", f"not UTF-8 (byte 0x{fault.byte:02x})", remedy)
+        problems.report(f"{shown(file)}:{fault.line}", f"not UTF-8 (byte 0x{fault.byte:02x})", remedy)
         return
     if survey.is_blank:
-        problems.report(str(file), "empty file", "remove it")
+        problems.report(shown(file), "empty file", "remove it")
         return
     problems.found_separator |= survey.ends > 1
     try:
         yield from _documents(file, _decoded(chunks()), separator, survey.long)
     except (_NotUtf8Error, _ChangedError) as fault:
-        raise UserError(f"{file} changed while it was read; run the command again") from fault
+        raise UserError(f"{shown(file)} changed while it was read; run the command again") from fault
 
 
 class _NotUtf8Error(Exception):

@@ -120,6 +120,7 @@ def prepare(preparation: Preparation) -> None:
         stale = _why_stale(folder / source.name, source, tokenizer)
         if stale:
             rank_zero_info(f"preparing source {source.name!r}: {stale}")
+            source.report_passed_over()
             _write(preparation, source, tokenizer, seen)
         else:
             records = TokenStore(folder / source.name).records
@@ -256,7 +257,7 @@ def _write(
     repeated = crossing = 0
     with writing_store(preparation.folder / source.name, vocab_size) as writer:
         pieces = (
-            token_pieces(source, preparation.vocab_size, problems)
+            token_pieces(source, vocab_size, problems)
             if source.is_token_file
             else encoded(source, cast(TextTokenizer, tokenizer), problems)
         )

@@ -187,13 +187,13 @@ def test_a_start_lists_each_source_once(monkeypatch: pytest.MonkeyPatch) -> None
     """With nothing to prepare: twice at most from Python, where it was 9 times; once by the command."""
     Path("text.txt").write_text("\n".join(f"line {n} and {n * n}" for n in range(20)))
     looked_up: list[str] = []
-    expand = documents._expand
+    find = documents.find_files
 
     def counted(source: str, *rest: str) -> list[Path]:
         looked_up.append(source)
-        return expand(source, *rest)
+        return find(source, *rest)
 
-    monkeypatch.setattr(documents, "_expand", counted)
+    monkeypatch.setattr(documents, "find_files", counted)
     counts = []
     for _ in range(2):
         sources = [
@@ -212,8 +212,8 @@ import json, sys
 from andrea_pl.cli import main
 from andrea_pl.data import documents
 looked_up = []
-expand = documents._expand
-documents._expand = lambda source, *rest: looked_up.append(source) or expand(source, *rest)
+find = documents.find_files
+documents.find_files = lambda source, *rest: looked_up.append(source) or find(source, *rest)
 sys.argv = ["andrea"]
 for _ in range(2):
     looked_up.clear()
