@@ -3,28 +3,34 @@
 <store>/manifest.json   what the tokens depend on, how many there are, and the checksums of the other two
         tokens.bin      all tokens, uint16 or uint32, document after document
         documents.npy   one record a document: where it starts, its length, bytes, split and origin
+
+These three never change; a store is known by a hash of what they hold (`content_id`).
 """
 
 import errno
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from andrea_callbacks.durable import checksum
+from andrea_callbacks.durable import checksum, synchronize_folder
+from andrea_pl.data.locking import hold
 from andrea_pl.data.repetition import repetition
 from andrea_pl.errors import UserError
 
 FORMAT_VERSION = 5
 FILES = ("tokens.bin", "documents.npy")
+HELD = "documents.npy"
+"""The file on which a process that uses a store has a shared lock."""
 DTYPES = ("<u2", "<u4")
 MANIFEST = {
     "dtype": str,
@@ -53,7 +59,7 @@ RECORD = np.dtype(
 
 
 class TokenStore:
-    """A prepared source, opened for reading.
+    """A prepared source, opened for reading, and held: `--prune` leaves it alone while it is open.
 
     Args:
         folder: A folder that `StoreWriter` wrote.
@@ -64,6 +70,9 @@ class TokenStore:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        descriptor = hold(self.folder / HELD)
+        if descriptor is not None:
+            weakref.finalize(self, os.close, descriptor)
         self.manifest = read_manifest(self.folder)
         table = self.folder / "documents.npy"
         try:
@@ -102,6 +111,11 @@ class TokenStore:
                 raise UserError(f"{folder / name} cannot be read ({error.strerror or error})") from error
             if found != expected.get(name):
                 raise UserError(f"{folder / name} is not what its manifest says (SHA-256 {found[:12]})")
+
+    @property
+    def content(self) -> str:
+        """What the store is known by; see `content_id`."""
+        return content_id(self.manifest)
 
     def split(self, name: str) -> "StoreSplit":
         """Return the documents of one split: `train`, `val` or `test`."""
@@ -159,6 +173,8 @@ class StoreWriter:
         self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
         self.documents = 0
         self.tokens = 0
+        self.content = ""
+        """What the store is known by, once it is closed; see `content_id`."""
         self._file: BinaryIO = (folder / "tokens.bin").open("wb")
         self._begun = 0
         self._records: list[tuple[int, ...]] = []
@@ -212,6 +228,7 @@ class StoreWriter:
         with (self.folder / "manifest.json").open("wb") as text:
             text.write(json.dumps({**manifest, **counts, "origins": list(self._origins)}, indent=1).encode())
             sync_and_close(text)
+        self.content = content_id(counts)
 
     def abandon(self) -> None:
         """Close the open file without finishing the store; what is still in its buffer no longer matters."""
@@ -235,8 +252,14 @@ def sync_and_close(file: BinaryIO) -> None:
 
 
 @contextmanager
-def writing_store(folder: Path, vocab_size: int) -> Generator[StoreWriter]:
+def writing_store(folder: Path, vocab_size: int, by_content: bool = False) -> Generator[StoreWriter]:
     """Write a store so that its name holds a complete one or none.
+
+    Args:
+        folder: Where it will be.
+        vocab_size: Number of ids.
+        by_content: Whether its name is followed by what it is known by, and a store that is there already
+            under that name is used; the writer's `folder` is the place in the end.
 
     Raises:
         UserError: If the disk is full or the folder cannot be written; what was there before stays.
@@ -245,11 +268,12 @@ def writing_store(folder: Path, vocab_size: int) -> Generator[StoreWriter]:
     writer = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+        temporary.mkdir()
         writer = StoreWriter(temporary, vocab_size)
         yield writer
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
+        writer.folder = version_folder(folder, writer.content) if by_content else folder
+        _install(temporary, writer.folder, may_be_there=by_content)
     except OSError as error:
         raise disk_error(folder, error) from error
     finally:
@@ -259,13 +283,71 @@ def writing_store(folder: Path, vocab_size: int) -> Generator[StoreWriter]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _install(temporary: Path, folder: Path, may_be_there: bool) -> None:
+    """Give a complete store its name; one that another process gave it first stays, if it is whole."""
+    synchronize_folder(temporary)
+    while True:
+        try:
+            temporary.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            synchronize_folder(folder.parent)
+            return
+        if may_be_there and _is_whole(folder):
+            (temporary / "manifest.json").replace(folder / "manifest.json")  # origins may be called otherwise
+            return
+        aside = temporary.with_name(f"{temporary.name}-{secrets.token_hex(2)}")
+        with suppress(FileNotFoundError):
+            folder.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        TokenStore.verify(folder)
+    except UserError:
+        return False
+    return True
+
+
+def version_folder(folder: Path, content: str) -> Path:
+    """Return where the store of a source with this content is, beside others of the source."""
+    return folder.with_name(f"{folder.name}.{content}")
+
+
+def content_id(manifest: Mapping[str, Any]) -> str:
+    """Return what a store is known by: a hash of its tokens and its table of documents."""
+    return fingerprint(manifest["sha256"])
+
+
 def disk_error(path: Path, error: OSError) -> UserError:
     """Say which path could not be written and what to do."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(f"{path}: the disk is full; free some space or point data.cache_dir at another disk")
-    return UserError(
-        f"{error.filename or path}: {error.strerror or error}; check the path and its permissions"
-    )
+    place = Path(str(error.filename or path))
+    remedy = "check the path and its permissions"
+    owner = _other_owner(place) if error.errno in (errno.EACCES, errno.EPERM) else None
+    if owner is not None:
+        remedy = (
+            f"it belongs to {owner}, who can let others write (chmod -R g+rwX, and umask 002 from then on); "
+            "or point data.cache_dir at a folder of your own"
+        )
+    return UserError(f"{place}: {error.strerror or error}; {remedy}")
+
+
+def _other_owner(path: Path) -> str | None:
+    """Return the other user who owns a path that we may not write, or the folder that it lies in."""
+    there = next((each for each in (path, *path.parents) if os.path.lexists(each)), Path("/"))
+    closed = [each for each in (there, there.parent) if not os.access(each, os.W_OK)]
+    barred = next((each for each in (there, *closed) if each.lstat().st_uid != os.geteuid()), None)
+    if barred is None:
+        return None
+    try:
+        return barred.owner()
+    except (KeyError, OSError):
+        return f"user {barred.lstat().st_uid}"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
