@@ -50,6 +50,7 @@ from andrea_pl.resuming import KEY as SETTINGS_KEY
 from andrea_pl.resuming import (
     ONLY_THIS_CALL,
     Continuation,
+    choose_text,
     compare_settings,
     continue_logs,
     find_run,
@@ -384,8 +385,7 @@ class AndreaCLI(LightningCLI):
             ours = expand_home(keeper.settings)
             with restoring(path):
                 compare_settings(checkpoint, ours, path, allowed, keeper.defaults)
-        if block.tokenizer is not None:
-            cast(TextDataModule, self.datamodule).use_tokenizer(block.tokenizer)
+        choose_text(cast(TextDataModule, self.datamodule), checkpoint, path, block.tokenizer, is_resumed)
 
     def _find_run(self, given: str | None, is_free: bool) -> Continuation | None:
         """Return the run that is gone on with: the one given, or that of a job which SLURM requeued."""

@@ -20,6 +20,7 @@ from andrea_pl.block import KEY, ModelBlock, read_block, read_weights, refuse_no
 from andrea_pl.checkpoint import read_checkpoint
 from andrea_pl.data.continuation import continuation
 from andrea_pl.data.dataset import IGNORED
+from andrea_pl.data.module import TextDataModule
 from andrea_pl.data.tokenizer import TextTokenizer
 from andrea_pl.errors import UserError
 from andrea_pl.evaluation import EvaluationTable
@@ -518,8 +519,12 @@ class LanguageModule(TokenWeightedModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Stop where the checkpoint is of another model than this one."""
+        """Stop where the checkpoint is of another model than this one; have the text be its run's."""
         super().on_load_checkpoint(checkpoint)
+        datamodule = getattr(self._trainer, "datamodule", None)
+        if isinstance(datamodule, TextDataModule) and self.trainer.state.fn == "fit":
+            datamodule.keep_text_of(checkpoint, self.trainer.ckpt_path or "the checkpoint")
+            self.tokenizer = datamodule.tokenizer
         block = read_block(checkpoint)
         if "state_dict" in checkpoint:  # ModelParallelStrategy has loaded the weights by itself
             weights = read_weights(checkpoint, block, "the checkpoint", is_strict=False)

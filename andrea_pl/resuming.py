@@ -12,6 +12,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from andrea_pl.checkpoint import Found, has_checkpoints, newest_valid, say_passed_over
+from andrea_pl.data.module import TextDataModule
+from andrea_pl.data.tokenizer import TextTokenizer
 from andrea_pl.errors import UserError
 from andrea_pl.lock import read_holder
 from andrea_pl.saving import DurableCheckpoint
@@ -143,6 +145,29 @@ def continue_logs(trainer: pl.Trainer, run: Continuation) -> list[tuple[Path, Pa
             file.rename(name)
             renamed.append((file, name))
     return renamed
+
+
+def choose_text(
+    data: TextDataModule,
+    checkpoint: Mapping[str, Any],
+    path: str,
+    tokenizer: TextTokenizer | None,
+    is_resume: bool,
+) -> None:
+    """Have a datamodule use a checkpoint's tokenizer and, for a resume, the text that its run began with.
+
+    Args:
+        data: The datamodule.
+        checkpoint: The checkpoint.
+        path: Its place.
+        tokenizer: The checkpoint's tokenizer.
+        is_resume: Whether its run goes on, with the text that the checkpoint names; otherwise the text is as
+            it is now.
+    """
+    if is_resume:
+        data.keep_text_of(checkpoint, path)
+    if tokenizer is not None and not data.keeps_text:
+        data.use_tokenizer(tokenizer)
 
 
 def compare_settings(

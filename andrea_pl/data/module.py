@@ -15,6 +15,15 @@ from typing_extensions import override
 
 from andrea_callbacks.coherence import known_units
 from andrea_callbacks.updates import settle
+from andrea_pl.data.continuing import (
+    applies,
+    checksum_of,
+    continue_text,
+    find_combination,
+    record_of,
+    refuse_other_text,
+    say_what_is_evaluated,
+)
 from andrea_pl.data.curriculum import Curriculum, CurriculumSampler, Pool
 from andrea_pl.data.dataset import DynamicPaddingCollator, TokenizedDataset
 from andrea_pl.data.documents import TextSource
@@ -30,8 +39,8 @@ from andrea_pl.data.prepare import (
     prepare,
 )
 from andrea_pl.data.repetition import repetition
-from andrea_pl.data.store import fingerprint
 from andrea_pl.data.tokenizer import TextTokenizer
+from andrea_pl.data.versions import note_run
 from andrea_pl.data.windows import EpochSampler, WindowSampler
 from andrea_pl.errors import UserError
 
@@ -50,6 +59,9 @@ class TextDataModule(pl.LightningDataModule):
     sequences are sorted by length and cut by a budget of padded tokens. Without a curriculum every sequence
     of every source is drawn once an epoch, in random order. With one, sources are drawn by weight, each
     without replacement within its own epochs.
+
+    A checkpoint names the prepared text that its run began with. A resume goes on with that, whatever became
+    of the sources' files; a fresh fit, and an evaluation, use the text as it is now.
 
     Args:
         sources: The text.
@@ -154,6 +166,13 @@ class TextDataModule(pl.LightningDataModule):
             tokenizer_sample_bytes=tokenizer_sample_bytes,
         )
         self._prepared: Prepared | None = None
+        self._ready: Prepared | None = None
+        """What this process has prepared, before `setup`."""
+        self._kept: tuple[dict[str, Any], str] | None = None
+        """What a checkpoint notes of its run's text, and the checkpoint."""
+        self._kept_checksum: tuple[str, str | None, str] | None = None
+        """For a checkpoint that notes no more: a checksum of that text, its tokenizer, and the checkpoint."""
+        self._noted: set[str] = set()
         self._parts: dict[Split, list[TokenizedDataset]] = {}
         self._sampler: CurriculumSampler | None = None
 
@@ -270,11 +289,86 @@ class TextDataModule(pl.LightningDataModule):
         if self.preparation.tokenizer is None and self.preparation.text:
             self.preparation = keep_tokenizer(self.preparation, tokenizer)
 
+    def keep_text_of(self, checkpoint: Mapping[str, Any], path: str | Path = "the checkpoint") -> None:
+        """Go on with the text that a checkpoint's run began with; for a resume.
+
+        `andrea fit --resume` and `LanguageModule` call it. Called before `prepare_data`, it spares preparing
+        the text as it is now.
+
+        Args:
+            checkpoint: A checkpoint that a fit with this datamodule saved. One of an earlier version names no
+                store: it is compared by a checksum.
+            path: Where it is, for messages.
+
+        Raises:
+            UserError: If `setup` was called and that text is gone.
+        """
+        record = cast("dict[str, Any] | None", checkpoint.get(type(self).__qualname__))
+        if record is not None and applies(record, self.preparation):
+            if self._kept is None or self._kept[0] != record:
+                self._kept = record, str(path)
+                self._kept_checksum = None
+                if self._prepared is not None and not self._is_text_of(record):
+                    first = self.trainer is None or self.trainer.is_global_zero
+                    self._open(continue_text(record, self.preparation, str(path), says=first))
+            return
+        text = _saved_checksum(checkpoint)
+        self._kept = None
+        block = cast("dict[str, Any]", checkpoint.get("andrea_pl") or {})
+        tokenizer = cast("str | None", block.get("tokenizer"))
+        self._kept_checksum = None if text is None else (text, tokenizer, str(path))
+        if self._prepared is not None:
+            self._compare_checksum()
+
+    @property
+    def keeps_text(self) -> bool:
+        """Whether the stores are those that a checkpoint names."""
+        return self._kept is not None
+
+    def _is_text_of(self, record: dict[str, Any]) -> bool:
+        return record_of(self.preparation, self._opened())["stores"].keys() == record[
+            "stores"
+        ].keys() and all(
+            self._opened().stores[name].content == entry["content"]
+            for name, entry in record["stores"].items()
+        )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint notes of the text, and note in the cache where checkpoints are."""
+        if self._prepared is None or self.trainer is None:
+            return {}
+        if self.trainer.is_global_zero:
+            for run in set(_checkpoint_folders(self.trainer)) - self._noted:
+                self._noted.add(run)
+                for store in self._prepared.stores.values():
+                    note_run(store.folder, run)
+        return record_of(self.preparation, self._prepared)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the run's text in a fit; say in an evaluation how the text differs from it."""
+        if self.trainer is None or self._prepared is None or not applies(state_dict, self.preparation):
+            return
+        if self.trainer.state.fn == "fit":
+            self.keep_text_of(
+                {type(self).__qualname__: state_dict}, self.trainer.ckpt_path or "the checkpoint"
+            )
+        else:
+            say_what_is_evaluated(state_dict, self.preparation, self._prepared)
+
     @override
     def prepare_data(self) -> None:
         """Write what is missing; Lightning calls this on one process of each machine."""
         with listed_once():
-            prepare(self.preparation)
+            if self._kept is not None:
+                record, path = self._kept
+                self._ready = continue_text(record, self.preparation, path)
+            elif self._kept_checksum is not None:
+                text, tokenizer, _ = self._kept_checksum
+                self._ready = find_combination(self.preparation, text, tokenizer) or prepare(self.preparation)
+            else:
+                self._ready = prepare(self.preparation)
 
     @override
     def setup(self, stage: str | None = None) -> None:
@@ -283,9 +377,40 @@ class TextDataModule(pl.LightningDataModule):
             self.trainer.limit_val_batches = 0
         if self._prepared is None:
             with listed_once():
-                self._prepared = open_prepared(self.preparation)
-            self._refuse_large_vocabulary(self._prepared.tokenizer)
-            self._parts = {split: self._build_parts(split) for split in ("train", "val", "test")}
+                kept = self._kept
+                self._open(self._agree(self._ready) if kept is None else self._continued(*kept))
+        self._ready = None
+        self._compare_checksum()
+
+    def _open(self, prepared: Prepared) -> None:
+        self._refuse_large_vocabulary(prepared.tokenizer)
+        self._prepared = prepared
+        self._noted = set()
+        self._parts = {split: self._build_parts(split) for split in ("train", "val", "test")}
+
+    def _continued(self, record: dict[str, Any], path: str) -> Prepared:
+        return self._ready or continue_text(record, self.preparation, path, says=False)
+
+    def _agree(self, ready: Prepared | None) -> Prepared:
+        """Return the stores that rank zero has, though another process may prepare other text meanwhile."""
+        if self.trainer is None or self.trainer.world_size == 1:
+            return ready or open_prepared(self.preparation)
+        is_first = self.trainer.is_global_zero
+        own = (ready or open_prepared(self.preparation)) if is_first else None
+        record = self.trainer.strategy.broadcast(record_of(self.preparation, own) if own else None)
+        return own or continue_text(cast("dict[str, Any]", record), self.preparation, "this run", says=False)
+
+    def _compare_checksum(self) -> None:
+        """Compare the text with that of a checkpoint which names no store; find that, or refuse to resume."""
+        if self._kept_checksum is None:
+            return
+        text, tokenizer, path = self._kept_checksum
+        if text == self._checksum():
+            return
+        found = find_combination(self.preparation, text, tokenizer)
+        if found is None:
+            raise refuse_other_text(path, self.preparation.cache_dir)
+        self._open(found)
 
     @override
     def train_dataloader(self) -> TextWindowLoader:
@@ -477,14 +602,7 @@ class TextDataModule(pl.LightningDataModule):
 
     def _checksum(self) -> str:
         """Return a checksum of all text, by those of its stores."""
-        stores = self._opened().stores
-        parts = [
-            fingerprint(source.documents)
-            if source.kind == "tokens"
-            else stores[source.name].manifest["sha256"]
-            for source in self.preparation.sources
-        ]
-        return fingerprint(parts)
+        return checksum_of(self.preparation, self._opened().stores)
 
     def _pin_memory(self) -> bool:
         return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
@@ -541,6 +659,25 @@ def _compare_with_run(sampler: CurriculumSampler, trainer: pl.Trainer | None) ->
             f"the sources' max_epochs allow {updates:,.0f} updates, and the run has {min(limits):,}; raise "
             "max_epochs, leave it out for one source, or shorten the run"
         )
+
+
+def _saved_checksum(checkpoint: Mapping[str, Any]) -> str | None:
+    """Return the checksum of the text that a checkpoint's loader has read, None where it has none."""
+    found: Any = checkpoint
+    try:
+        found = found["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]["order"]["text"]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _checkpoint_folders(trainer: pl.Trainer) -> list[str]:
+    """Return where a trainer's checkpoints are, as far as that can be told."""
+    given = [getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks]
+    logs = [getattr(each, "log_dir", None) for each in trainer.loggers]
+    folders = [str(each) for each in given if each] or [str(each) for each in logs if each]
+    folders = folders or [str(trainer.default_root_dir)]
+    return [each if "://" in each else str(Path(each).absolute()) for each in folders]
 
 
 def _cache_dir(given: str | None) -> Path:

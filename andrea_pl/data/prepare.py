@@ -16,6 +16,7 @@ from andrea_pl.data.documents import Problems, TextSource
 from andrea_pl.data.encoding import encoded
 from andrea_pl.data.inputs import SourceInput, documents_of
 from andrea_pl.data.locking import preparing
+from andrea_pl.data.records import digest
 from andrea_pl.data.sample import TextSample
 from andrea_pl.data.store import (
     FORMAT_VERSION,
@@ -96,7 +97,7 @@ class Preparation:
     @property
     def folder(self) -> Path:
         """The folder that these settings own; other settings never touch it."""
-        settings = [_decisive(source) for source in self.sources]
+        settings = [decisive_settings(source) for source in self.sources]
         tokenizer = None if self.tokenizer is None else str(Path(self.tokenizer).expanduser().absolute())
         values = [self.vocab_size, tokenizer, self.val_fraction, self.test_fraction, self.on_error]
         if self.tokenizer_sample_bytes != TOKENIZER_SAMPLE_BYTES and tokenizer is None:
@@ -202,7 +203,7 @@ def keep_tokenizer(preparation: Preparation, tokenizer: TextTokenizer) -> Prepar
     return replace(preparation, tokenizer=str(path))
 
 
-def _decisive(source: TextSource) -> dict[str, Any]:
+def decisive_settings(source: TextSource) -> dict[str, Any]:
     """Return the settings of a source that its tokens depend on, without later ones at their default."""
     usual = {
         each.name: each.default_factory() if each.default_factory is not MISSING else each.default
