@@ -120,10 +120,11 @@ class SourceInput:
 
 def documents_of(store: TokenStore) -> str:
     """Return a hash of a store's documents, that of their source as long as its text stays what it was."""
-    records, origins = store.records, cast("list[str]", store.manifest["origins"])
-    columns = [cast("list[int]", records[name].tolist()) for name in ("digest", "bytes", "line", "origin")]
+    origins = cast("list[str]", store.manifest["origins"])
+    names = ("digest", "bytes", "line", "origin")
+    columns = [cast("list[int]", store.records[name].tolist()) for name in names]
     return _hash_of(
-        Row(digest=mark, size=size, line=line, origin=origins[place])
+        Row(digest=mark, size=size, line=line, origin=str(origins[place]))
         for mark, size, line, place in zip(*columns, strict=True)
     )
 

@@ -184,7 +184,7 @@ def test_dead_workers_within_other_errors() -> None:
 
 
 def test_a_start_lists_each_source_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With nothing to prepare: twice at most from Python, where it was 9 times; once by the command."""
+    """With nothing to prepare, where it was 9 times."""
     Path("text.txt").write_text("\n".join(f"line {n} and {n * n}" for n in range(20)))
     looked_up: list[str] = []
     find = documents.find_files
@@ -204,7 +204,7 @@ def test_a_start_lists_each_source_once(monkeypatch: pytest.MonkeyPatch) -> None
         data.prepare_data()
         data.setup()
         counts.append({name: looked_up.count(name) for name in ("one", "two")})
-    assert counts[1] == {"one": 2, "two": 2}
+    assert counts[1] == {"one": 1, "two": 1}
 
 
 LISTINGS = """
