@@ -21,6 +21,9 @@ from andrea_pl.errors import UserError
 STAMPS = 3
 """Path, size and time of the content: what manifests hold of each file."""
 
+COLUMNS = ("digest", "bytes", "line", "origin")
+"""What a store's records say of a document besides its place."""
+
 COUNTED_BYTES = 1 << 30
 """Changes of a source up to this size are told in documents, which takes reading it; above, in files."""
 
@@ -120,12 +123,11 @@ class SourceInput:
 
 def documents_of(store: TokenStore) -> str:
     """Return a hash of a store's documents, that of their source as long as its text stays what it was."""
-    origins = cast("list[str]", store.manifest["origins"])
-    names = ("digest", "bytes", "line", "origin")
-    columns = [cast("list[int]", store.records[name].tolist()) for name in names]
+    origins: list[str] = store.manifest["origins"]
+    columns = [cast("list[int]", store.records[name].tolist()) for name in COLUMNS]
     return _hash_of(
-        Row(digest=mark, size=size, line=line, origin=str(origins[place]))
-        for mark, size, line, place in zip(*columns, strict=True)
+        Row(digest=each[0], size=each[1], line=each[2], origin=origins[each[3]])
+        for each in zip(*columns, strict=True)
     )
 
 

@@ -73,7 +73,7 @@ class TokenStore:
         descriptor = hold(self.folder / HELD)
         if descriptor is not None:
             weakref.finalize(self, os.close, descriptor)
-        self.manifest = read_manifest(self.folder)
+        self.manifest: dict[str, Any] = read_manifest(self.folder)
         table = self.folder / "documents.npy"
         try:
             self.records: NDArray[Any] = np.load(table, allow_pickle=False)
