@@ -126,7 +126,7 @@ def documents_of(store: TokenStore) -> str:
     origins: list[str] = store.manifest["origins"]
     columns = [cast("list[int]", store.records[name].tolist()) for name in COLUMNS]
     return _hash_of(
-        Row(digest=each[0], size=each[1], line=each[2], origin=origins[each[3]])
+        Row(digest=each[0], size=each[1], line=each[2], origin=cast(str, origins[each[3]]))
         for each in zip(*columns, strict=True)
     )
 
