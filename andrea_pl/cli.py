@@ -33,6 +33,7 @@ from andrea_pl.checkpoint import DurableCheckpointIO, read_checkpoint
 from andrea_pl.configuration import UsageError
 from andrea_pl.data.listing import listed_once
 from andrea_pl.data.module import TextDataModule
+from andrea_pl.data.pruning import prune as prune_cache
 from andrea_pl.errors import UserError
 from andrea_pl.export import export_model
 from andrea_pl.faults import dead_worker, encoding_hint
@@ -132,17 +133,30 @@ class CommandTrainer(pl.Trainer):
         with restoring(kwargs["ckpt_path"]):
             return super().predict(*args, **kwargs)
 
-    def prepare(self, model: pl.LightningModule, datamodule: TextDataModule) -> None:
+    def prepare(
+        self,
+        model: pl.LightningModule,
+        datamodule: TextDataModule,
+        verify: bool = False,
+        prune: bool = False,
+    ) -> None:
         """Prepare the text: learn the tokenizer, write the token stores. Nothing is trained.
 
         Args:
             model: Not used.
             datamodule: The text.
+            verify: Compare every document with what was prepared, also where no size or time has changed.
+            prune: Then remove old stores from the whole cache that no run needs any more.
         """
         del model
-        datamodule.prepare_data()
+        datamodule.prepare_data(verify=verify)
         datamodule.setup()
         print(escaped(f"prepared in {datamodule.preparation.folder}"))
+        if prune:
+            removed = prune_cache(datamodule.preparation.cache_dir)
+            for each in removed:
+                print(escaped(f"removed {each.path} ({each.size:,} bytes)"))
+            print(f"removed {sum(each.size for each in removed):,} bytes in all")
 
 
 class KeepConfig(SaveConfigCallback):

@@ -358,8 +358,12 @@ class TextDataModule(pl.LightningDataModule):
             say_what_is_evaluated(state_dict, self.preparation, self._prepared)
 
     @override
-    def prepare_data(self) -> None:
-        """Write what is missing; Lightning calls this on one process of each machine."""
+    def prepare_data(self, verify: bool = False) -> None:
+        """Write what is missing; Lightning calls this on one process of each machine.
+
+        Args:
+            verify: Compare every document with what was prepared, also where no size or time has changed.
+        """
         with listed_once():
             if self._kept is not None:
                 record, path = self._kept
@@ -368,7 +372,7 @@ class TextDataModule(pl.LightningDataModule):
                 text, tokenizer, _ = self._kept_checksum
                 self._ready = find_combination(self.preparation, text, tokenizer) or prepare(self.preparation)
             else:
-                self._ready = prepare(self.preparation)
+                self._ready = prepare(self.preparation, verify=verify)
 
     @override
     def setup(self, stage: str | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -185,6 +186,17 @@ def test_changed_text_keeps_the_tokenizer_of_the_checkpoint(tiny: Path) -> None:
     resumed = andrea("fit", "--config", str(tiny), "--ckpt_path", str(checkpoint), *drift)
     assert resumed.returncode == 0, resumed.stderr
     assert "lines: 1 document more; this run keeps the text it started with" in resumed.stderr
+
+
+def test_prepare_verifies_and_prunes(tiny: Path) -> None:
+    """The store of a text that changed goes when nothing needs it any more."""
+    assert andrea("prepare", "--config", str(tiny)).returncode == 0
+    (old,) = Path("cache").rglob("lines.*/manifest.json")
+    Path("text.jsonl").write_text(json.dumps({"text": "something else, zzzz zzzz " * 9}) + "\n")
+    os.utime(old, (0, 0))
+    result = andrea("prepare", "--config", str(tiny), "--data.val_fraction", "0", "--verify", "--prune")
+    assert result.returncode == 0, result.stderr
+    assert "bytes in all" in result.stdout
 
 
 def test_resume_for_longer_follows_the_longer_schedule(tiny: Path) -> None:

@@ -1,6 +1,7 @@
 """The command: --resume, settings that differ, damaged checkpoints, and what is never let in."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,18 @@ class TestDrift:
         text.write_text(text.read_text().replace("says 25 and", "says 52 and"))
         kept = "lines: 1 document new, 1 gone; this run keeps the text it started with"
         assert kept in fit(saving, "--resume", *longer())
+
+    def test_a_text_that_is_gone(self, saving: list[str]) -> None:
+        """The prepared text is enough; without it the run is refused before anything is restored."""
+        fit(saving)
+        Path("text.jsonl").rename("elsewhere.jsonl")
+        said = fit(saving, "--resume", *longer())
+        assert "lines: cannot be read any more" in said
+        assert "this run keeps the text it started with" in said
+        shutil.rmtree("cache")
+        said = fit(saving, "--resume", *longer(10), code=1)
+        assert "needs the text that its run began with, and that is gone from" in said
+        assert "Restoring states" not in said
 
     def test_a_mistyped_key(self, saving: list[str]) -> None:
         fit(saving)
