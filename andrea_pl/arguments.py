@@ -37,7 +37,8 @@ TRUSTED_IMPORTS = [
 """What a configuration file may name as a class."""
 
 DRIFT_FLAG = "--allow_drift"
-RESUME_FLAG = "--resume"
+ALONE = {"--resume": NEWEST, "--verify": "true", "--prune": "true"}
+"""What flags mean that no value follows."""
 
 TRUST_HELP = (
     f"A configuration may name classes of {', '.join(TRUSTED_IMPORTS)}; {TRUST_FLAG} NAME on the command "
@@ -74,7 +75,7 @@ def restrict(arguments: list[str]) -> list[str]:
         kept.append(f"{DRIFT_FLAG}={json.dumps(allowed)}")
     kept, protocols = _take(PROTOCOL_FLAG, "the name of a protocol, such as hf", kept)
     trust_protocols(protocols)
-    kept = _expand_configurations(_name_newest(kept))
+    kept = _expand_configurations(_complete(kept))
     contents = {path: _read_with_included(path) for path in configurations(kept)}
     _refuse_mistyped_words(contents)
     kept = _name_strategy_class(_replace_whole(kept, contents), contents)
@@ -105,17 +106,13 @@ def _take(flag: str, what: str, arguments: list[str]) -> tuple[list[str], list[s
     return kept, values
 
 
-def _name_newest(arguments: list[str]) -> list[str]:
-    """Say what `--resume` means where no folder follows it."""
-    following = [*arguments[1:], "-"]
-    return (
-        [
-            f"{RESUME_FLAG}={NEWEST}" if argument == RESUME_FLAG and after.startswith("-") else argument
-            for argument, after in zip(arguments, following, strict=True)
-        ]
-        if arguments
-        else arguments
-    )
+def _complete(arguments: list[str]) -> list[str]:
+    """Give the flags that may stand alone the value that they have then."""
+    following = [*arguments[1:], "-"][: len(arguments)]
+    return [
+        f"{argument}={ALONE[argument]}" if argument in ALONE and after.startswith("-") else argument
+        for argument, after in zip(arguments, following, strict=True)
+    ]
 
 
 def configurations(arguments: list[str]) -> list[str]:

@@ -194,7 +194,7 @@ def test_prepare_verifies_and_prunes(tiny: Path) -> None:
     (old,) = Path("cache").rglob("lines.*/manifest.json")
     Path("text.jsonl").write_text(json.dumps({"text": "something else, zzzz zzzz " * 9}) + "\n")
     os.utime(old, (0, 0))
-    result = andrea("prepare", "--config", str(tiny), "--data.val_fraction", "0", "--verify", "--prune")
+    result = andrea("prepare", "--config", str(tiny), "--verify", "--prune")
     assert result.returncode == 0, result.stderr
     assert "bytes in all" in result.stdout
 
