@@ -107,7 +107,7 @@ class TestFinding:
         assert names(f"{tmp_path}/[x].txt") == ["[x].txt"]
         assert names(f"{tmp_path}/[xyz].txt") == ["x.txt"]
         with pytest.raises(UserError, match="brackets in a glob stand for one of the characters"):
-            names(f"{tmp_path}/data [v3]/*.txt")
+            names(f"{tmp_path}/data [q3]/*.txt")
 
     def test_data_sets_of_hugging_face(self, tmp_path: Path) -> None:
         """`save_to_disk` of a Dataset and of a DatasetDict."""
@@ -141,7 +141,7 @@ class TestCompressed:
         assert read([f"{tmp_path}/*.jsonl.gz"])[0] == ["three"]
 
     def test_broken_gzip(self, tmp_path: Path) -> None:
-        whole = gzip.compress(os.urandom(20_000))
+        whole = gzip.compress(os.urandom(20_000).hex().encode())
         (tmp_path / "a.txt.gz").write_bytes(whole[:9000])
         (tmp_path / "b.txt.gz").write_bytes(b"no gzip at all")
         messages = read([tmp_path], "skip")[1]
@@ -171,10 +171,7 @@ class TestCompressed:
         path = tmp_path / f"a{suffix}"
         path.write_bytes(pack[kind](content))
         with pytest.raises(UserError, match=rf"a{suffix}: compressed with {kind}; .*decompress it with"):
-            if suffix == ".bin":
-                pieces(path)
-            else:
-                read([path])
+            (pieces if suffix == ".bin" else read)([path])
 
     def test_other_encodings(self, tmp_path: Path) -> None:
         for name, encoding in (("a.txt", "utf-16"), ("b.jsonl", "utf-32"), ("c.txt", "utf-16-le")):
@@ -215,9 +212,11 @@ class TestNull:
             read([path])
 
 
-def pieces(path: Path, vocab_size: int = 200_000, **options: Any) -> list[list[int]]:
+def pieces(path: Any, vocab_size: int = 200_000, **options: Any) -> list[list[int]]:
     """Return the documents of a token file."""
-    found = token_pieces(source(path, **options), vocab_size, Problems("raise"))
+    found = token_pieces(
+        source(*(path if isinstance(path, list) else [path]), **options), vocab_size, Problems("raise")
+    )
     return [np.concatenate([*parts]).tolist() for parts, _, _, _ in found]
 
 
@@ -234,7 +233,7 @@ class TestTokenFiles:
         assert np.fromfile(path, dtype="<u2")[:2].tolist() == [62_464, 1]
         assert pieces(path, token_dtype="uint32") == [[128_000, 7, 9]]
         with pytest.raises(
-            UserError, match="vocabulary of 128256 does not fit uint16 ids.*token_dtype: uint32"
+            UserError, match=r"vocabulary of 128256 does not fit uint16 ids.*token_dtype: uint32"
         ):
             pieces(path, vocab_size=128_256)
         with pytest.raises(UserError, match="end_of_document=128001 does not fit uint16 ids"):
@@ -266,8 +265,8 @@ class TestTokenFiles:
         path.write_bytes(header(magic, version, 3) + np.array(ids, dtype=dtype).tobytes())
         vocab_size = 200_000 if dtype == "<u4" else 50_257
         assert pieces(path, vocab_size=vocab_size) == [ids]
+        other = "uint16" if dtype == "<u4" else "uint32"
         with pytest.raises(UserError, match="its header says"):
-            other = "uint16" if dtype == "<u4" else "uint32"
             pieces(path, vocab_size=vocab_size, token_dtype=other)
 
     @pytest.mark.parametrize(
