@@ -1,14 +1,18 @@
-"""What preparing one large text file takes: peak memory above the process, and time.
+"""What preparing one large text file takes, peak memory above the process and time; and many sources.
 
-    python benchmarks/preparing.py [--megabytes 5 50 300] [--folder FOLDER]
+    python benchmarks/preparing.py [--megabytes 5 50 300] [--sources 200 2000] [--folder FOLDER]
 
 Each figure comes from a process of its own, which reads one generated file without a separator: words of
 random letters, drawn by Zipf's law, in lines. Learning and encoding are measured apart; the memory is the
 peak of the resident set (VmHWM) less what the process had before it began. "one run" is a megabyte of random
-letters without a single space, the worst case of huggingface/tokenizers#1313. Linux only.
+letters without a single space, the worst case of huggingface/tokenizers#1313. Sources are counted in one
+configuration: the time is that of `andrea fit` from its imports to the look for a checkpoint, which is after
+all classes are made. Linux only.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import logging
 import subprocess
@@ -64,6 +68,28 @@ def build_preparation(file: Path, cache: Path, tokenizer: Path | None) -> Prepar
     )
 
 
+def write_sources(file: Path, count: int) -> None:
+    """Write a configuration with so many sources, each a file with a weight."""
+    text = file.with_name("line.txt")
+    text.write_text("one line\n")
+    sources = "".join(f"    - {{name: s{n}, paths: ['{text}'], weight: {n}.5}}\n" for n in range(count))
+    network = "  network: {d_model: 16, n_heads: 2, n_layers: 1}\n"
+    file.write_text(f"data:\n  sources:\n{sources}model:\n{network}trainer: {{max_steps: 1}}\n")
+
+
+def measure_start(file: Path) -> None:
+    """Start the command with a checkpoint that is not there, and print the seconds until it says so."""
+    from andrea_pl.cli import main as andrea
+
+    began = time.perf_counter()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = andrea(["fit", "--config", str(file), "--ckpt_path", "none.ckpt"])
+    seconds = time.perf_counter() - began
+    assert code == 1, said.getvalue()
+    assert "none.ckpt: no such" in said.getvalue(), said.getvalue()
+    print(json.dumps({"seconds": seconds}))
+
+
 def measure(task: str, file: Path, tokenizer: Path) -> None:
     """Learn or encode, and print megabytes above the process, and seconds."""
     if task == "learning":
@@ -95,12 +121,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--megabytes", type=int, nargs="*", default=[5, 50, 300])
+    parser.add_argument("--sources", type=int, nargs="*", default=[200, 2000])
     parser.add_argument("--folder", type=Path, help="where files are written; the working folder if left out")
     for name, kind in (("--task", str), ("--file", Path), ("--tokenizer", Path)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if options.task == "start":
+        measure_start(options.file)
+        return
     if options.task:
         measure(options.task, options.file, options.tokenizer)
         return
@@ -112,6 +142,9 @@ def main() -> None:
             for task in ("learning", "encoding"):
                 found = measure_apart(task, file, tokenizer)
                 print(f"{name:8} {task}: {found['megabytes']:7.0f} MB, {found['seconds']:6.1f} s", flush=True)
+        for count in options.sources:
+            write_sources(file := Path(place) / "many.yaml", count)
+            print(f"{count} sources: {measure_apart('start', file, tokenizer)['seconds']:.2f} s", flush=True)
 
 
 if __name__ == "__main__":
