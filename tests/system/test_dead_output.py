@@ -130,7 +130,7 @@ def test_signals_outside_of_training(shown: Path) -> None:
 import andrea_pl.data.module
 
 def be_preparing():
-    def prepare(*_):
+    def prepare(*_, **__):
         print("preparing", flush=True)
         os.write(told, b"x")
         time.sleep(60)

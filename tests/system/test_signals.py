@@ -168,7 +168,7 @@ def test_interrupted_before_the_first_update(steady: Path) -> None:
 import andrea_pl.data.module
 
 def act(pipe):
-    andrea_pl.data.module.prepare = lambda *_: signal.raise_signal(signal.SIGINT)
+    andrea_pl.data.module.prepare = lambda *_, **__: signal.raise_signal(signal.SIGINT)
     return fit(pipe=pipe)
 
 lines, code = in_a_child(act, never)
