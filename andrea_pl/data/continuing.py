@@ -39,13 +39,28 @@ def record_of(preparation: Preparation, prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def applies(record: Mapping[str, Any] | None, preparation: Preparation) -> bool:
-    """Say whether a record is of the same sources, prepared by the same settings."""
+def applies(record: Any, preparation: Preparation) -> bool:
+    """Say whether a record is whole, and of the same sources prepared by the same settings."""
+    if not isinstance(record, dict):
+        return False
+    known = cast("dict[str, Any]", record)
+    if known.get("format") != RECORD_FORMAT or known.get("settings") != _settings(preparation):
+        return False
+    stores, tokenizer = known.get("stores"), known.get("tokenizer")
+    names = {source.name for source in preparation.stored}
     return (
-        record is not None
-        and record.get("format") == RECORD_FORMAT
-        and record["settings"] == _settings(preparation)
+        isinstance(stores, dict)
+        and cast("dict[str, Any]", stores).keys() == names
+        and all(map(_is_entry, cast("dict[str, Any]", stores).values()))
+        and (tokenizer is None or isinstance(tokenizer, str))
     )
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict):
+        return False
+    known = cast("dict[str, Any]", entry)
+    return all(isinstance(known.get(key), str) for key in ("content", "folder"))
 
 
 def continue_text(

@@ -113,6 +113,22 @@ class TestResume:
             trainer.fit(before, datamodule=data_module(path, cache), ckpt_path=checkpoint)
         assert all(one.equal(two) for one, two in zip(weights, before.parameters(), strict=True))
 
+    @pytest.mark.parametrize("edit", [{"stores": {}}, {"stores": {"readmes": {"content": 1}}}, {"stores": 7}])
+    def test_an_edited_record_is_none(self, edit: dict[str, Any], tmp_path: Path) -> None:
+        """Then the text is compared by a checksum, as for a checkpoint of an earlier version."""
+        path, cache = write(tmp_path), tmp_path / "cache"
+        train(path, cache, 4)
+        file = tmp_path / "checkpoints" / "update-000004.ckpt"
+        checkpoint = torch.load(file, weights_only=True)
+        checkpoint["TextDataModule"] |= edit
+        torch.save(checkpoint, tmp_path / "edited.ckpt")
+        train(path, cache, 6, str(tmp_path / "edited.ckpt"))
+        write(tmp_path, TEXTS[:50])
+        train(path, cache, 6, str(tmp_path / "edited.ckpt"))  # the store is still there
+        shutil.rmtree(cache)
+        with pytest.raises(UserError, match="the text changed since this run began"):
+            train(path, cache, 6, str(tmp_path / "edited.ckpt"))
+
     def test_a_fresh_fit_takes_the_text_as_it_is_now(self, tmp_path: Path) -> None:
         path, cache = write(tmp_path), tmp_path / "cache"
         data = data_module(path, cache)
