@@ -17,6 +17,7 @@ from andrea_pl.compiled import plain_name
 from andrea_pl.data.tokenizer import TextTokenizer
 from andrea_pl.errors import UserError
 from andrea_pl.network import RoPELanguageModel, TransformerConfig
+from andrea_pl.sizes import memory_needs
 
 KEY = "andrea_pl"
 FORMAT_VERSION = 1
@@ -24,8 +25,8 @@ FORMAT_VERSION = 1
 PREFIX = "network."
 """What the network's weights are named with in a checkpoint of `LanguageModule`."""
 
-LARGEST = 2**58
-"""A network of more numbers than this is not looked at any further: torch cannot count their bytes."""
+LARGEST = 2**60
+"""A network of more bytes than this is not looked at any further: torch cannot count them."""
 
 ANOTHER = "take another checkpoint"
 
@@ -182,7 +183,8 @@ def refuse_nonfinite(weights: Mapping[str, Any], path: str | Path = "the checkpo
 
 def _expected_shapes(config: TransformerConfig, count: int, path: str | Path) -> dict[str, torch.Size]:
     """Return the shapes of a network's weights, of which a checkpoint has a number; nothing is allocated."""
-    if config.n_layers <= max(count, 1) and config.count_numbers() <= LARGEST:
+    size = sum(memory_needs(config.to_dict(), *config.sizes).values())
+    if config.n_layers <= max(count, 1) and size <= LARGEST:
         with torch.device("meta"):
             return {name: each.shape for name, each in RoPELanguageModel(config).state_dict().items()}
     raise UserError(

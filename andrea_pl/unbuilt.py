@@ -5,7 +5,6 @@ trainer.fit(module, datamodule=…) ─> complete()      the datamodule's sizes,
                                   ─> build()         the network, as if its sizes had been given
 """
 
-import os
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing_extensions import override
 
 from andrea_pl.errors import UserError
 from andrea_pl.network import RoPELanguageModel, TransformerConfig
+from andrea_pl.sizes import refuse_what_cannot_fit
 
 SIZES = ("vocab_size", "block_size")
 """Fields of a network's shape that a datamodule knows too."""
@@ -94,30 +94,17 @@ def knows_sizes(config: TransformerConfig, datamodule: Any) -> bool:
 
 
 def require_memory(config: TransformerConfig) -> None:
-    """Refuse a network whose weights alone exceed the memory of this machine, before any is allocated."""
-    if config.missing or torch.get_default_device().type == "meta":
-        return
-    needed, available = 4 * config.count_numbers(), _physical_memory()
-    if available is not None and needed > available:
-        vocab_size, block_size = config.sizes
-        raise UserError(
-            f"a network of vocab_size={vocab_size}, block_size={block_size}, d_model={config.d_model}, "
-            f"n_layers={config.n_layers} and d_ff={config.feed_forward_width} takes {needed / 2**30:,.0f} "
-            f"GiB, and this machine has {available / 2**30:,.0f}; make it smaller"
-        )
+    """Refuse a network that exceeds the memory of this machine, before any is allocated.
+
+    One whose sizes are not known yet, or that is made without memory (the device `meta`), goes through.
+    """
+    if not config.missing and torch.get_default_device().type != "meta":
+        refuse_what_cannot_fit(config.to_dict(), *config.sizes)
 
 
 def _size(datamodule: Any, name: str) -> int | None:
     value = getattr(datamodule, name, None)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _physical_memory() -> int | None:
-    """Return the bytes of memory that the machine has, None where it does not say."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 @contextmanager

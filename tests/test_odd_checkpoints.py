@@ -82,7 +82,10 @@ ODD: dict[str, tuple[Edit, str]] = {
     "vocab 10**30": (within(*NETWORK, "vocab_size", value=10**30), "is not that of its"),
     "layers 10**9": (within(*NETWORK, "n_layers", value=10**9), "is not that of its"),
     "width 10**10": (within(*NETWORK, "d_model", value=4 * 10**10), "has the shape|is not that of its"),
-    "block_size 10**12": (within(*NETWORK, "block_size", value=10**12), "takes .* GiB, and this machine has"),
+    "block_size 10**12": (
+        within(*NETWORK, "block_size", value=10**12),
+        "takes .* GiB of that by block_size .*, and this machine has",
+    ),
     "d_ff 10**15": (within(*NETWORK, "d_ff", value=10**15), "has the shape|is not that of its"),
     "tokenizer: int": (within("andrea_pl", "tokenizer", value=7), "its tokenizer is of type int"),
     "tokenizer: text": (within("andrea_pl", "tokenizer", value="{}"), "its tokenizer cannot be read"),

@@ -114,14 +114,6 @@ class TransformerConfig:
         """Hidden width of the feed-forward layer."""
         return 4 * self.d_model if self.d_ff is None else self.d_ff
 
-    def count_numbers(self) -> int:
-        """Return about how many numbers the network keeps: weights, and the tables of RoPE."""
-        vocab_size, block_size = self.sizes
-        matrices = 2 if self.activation == "gelu" else 3
-        block = self.d_model * (4 * self.d_model + matrices * self.feed_forward_width)
-        rows = vocab_size if self.tie_output else 2 * vocab_size
-        return self.d_model * rows + self.n_layers * block + block_size * self.head_width
-
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for a checkpoint; `TransformerConfig(**…)` reads them back."""
         return asdict(self)
