@@ -556,7 +556,7 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(error, UsageError):
             raise SystemExit(EXIT_USAGE) from error
         return EXIT_NONFINITE if isinstance(error, NonFiniteError) else EXIT_ERROR
-    except (RuntimeError, EOFError) as error:
+    except Exception as error:  # torch says that a worker died within whatever the run just did
         fault = dead_worker(error)
         if fault is None:
             raise

@@ -31,11 +31,11 @@ folder, draw = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
 swept = newest = 0
 for number in range(40):
     parts = list(folder.glob(".andrea-*"))
-    wait = draw.uniform(0.0, 0.15)
+    after, wait = draw.randrange(1, 6), draw.uniform(0.0, 0.05)
     began = []
 
     def until(lines):
-        if not began and any(each.startswith("done") for each in lines):
+        if not began and sum(each.startswith("done") for each in lines) >= after:
             began.append(time.monotonic())
             assert not set(parts) & set(folder.glob(".andrea-*")), "not swept"
         return bool(began) and time.monotonic() - began[0] > wait
@@ -56,7 +56,7 @@ def test_forty_kills_while_saving(tmp_path: Path) -> None:
     result = run(KILLS, str(folder), "20240611", TMPDIR="/dev/shm")
     assert result.returncode == 0, result.stderr[-3000:]
     updates, under_way = (int(each.split()[0]) for each in result.stdout.splitlines()[-1].split(", "))
-    assert updates > 40
+    assert updates > 40  # each start saves what it did before its last update, however slow the machine
     assert under_way > 0  # or the kills missed what they were for
 
 

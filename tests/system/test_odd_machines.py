@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from andrea_pl import TextDataModule, TextSource
+from andrea_pl import TextDataModule, TextSource, cli
 from andrea_pl.data import documents
 from andrea_pl.faults import dead_worker
 from andrea_pl.optim import ExtensionError, build_extension
@@ -181,6 +181,34 @@ def test_dead_workers_within_other_errors() -> None:
         with pytest.raises((OSError, EOFError)) as caught:
             exec(raising)
         assert "DataLoader worker, pid unknown) ended by itself" in str(dead_worker(caught.value))
+
+
+@pytest.mark.parametrize("outer", [ValueError, TypeError, KeyError, RuntimeError, AttributeError])
+def test_any_error_around_a_dead_worker_ends_in_one_line(
+    outer: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was a ValueError of TensorBoard's logger ("you tried to log 0.0, which is …")."""
+
+    def generate(_: list[str]) -> None:
+        try:
+            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+        except RuntimeError as error:
+            raise outer("you tried to log 0.0 which is currently not supported") from error
+
+    monkeypatch.setitem(cli.STANDALONE, "generate", generate)
+    assert cli.main(["generate"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert "DataLoader worker, pid 7) was ended by the signal Killed" in lines[0]
+
+
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def generate(_: list[str]) -> None:
+        raise KeyError("a fault of the program")
+
+    monkeypatch.setitem(cli.STANDALONE, "generate", generate)
+    with pytest.raises(KeyError, match="a fault of the program"):
+        cli.main(["generate"])
 
 
 def test_a_start_lists_each_source_once(monkeypatch: pytest.MonkeyPatch) -> None:
