@@ -67,6 +67,7 @@ class Cutter:
         changes_text = matched or definition.get("normalizer") or self._place is not _BEFORE_WHITE_SPACE
         self._is_bounded = _expression(definition) == BOUNDED and not changes_text
         self._added = _breakable(matched)
+        self._reach = max((len(each) - 1 for each in self._added), default=0)
         if definition.get("normalizer") and not all(
             each.isspace() and each.isascii() for each in self._added
         ):
@@ -112,8 +113,9 @@ class Cutter:
         if self._place is None:
             return 0
         text = "".join(held if self._added else held[-2:])
-        first = len(text) - len(held[-1])
-        for end in range(len(text), first, -_WINDOW):
+        last = len(text) - self._reach  # what follows may complete an added token from there on
+        first = max(last - len(held[-1]), 0)
+        for end in range(last, first, -_WINDOW):
             start = max(end - _WINDOW, first, 1)
             for match in reversed(list(self._place.finditer(text, start, end))):
                 if not self._breaks_added(text, match.start()):

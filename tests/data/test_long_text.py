@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -138,6 +138,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cutting, "PIECE_CHARACTERS", 3)
 
 
+@example(text="ab a", size=1)
 @given(text=TEXTS, size=st.integers(1, 9))
 @settings(max_examples=150)
 def test_pieces_have_the_ids_of_the_whole(
@@ -156,7 +157,7 @@ def test_every_kind_is_cut(kinds: dict[str, TextTokenizer], small_pieces: None) 
     """The property above would hold as well if nothing were cut."""
     text = "ab ab\nab ba ab\nba " * 5
     counts = {name: len(list(each.cutter.pieces([text]))) for name, each in kinds.items()}
-    assert min(counts.values()) > 10, counts
+    assert min(counts.values()) >= 10, counts
 
 
 def test_kinds_that_cannot_be_cut(small_pieces: None) -> None:

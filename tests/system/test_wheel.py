@@ -72,7 +72,8 @@ def test_wheel_and_sdist(tmp_path: Path) -> None:
     venv.create(environment)
     python = environment / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python]
-    run(*pip, "install", "-q", "--no-deps", "--force-reinstall", wheel, cwd=tmp_path)  # what it depends on is lent by this one
+    # what it depends on is lent by this environment
+    run(*pip, "install", "-q", "--no-deps", "--force-reinstall", wheel, cwd=tmp_path)
     packages = next((environment / "lib").glob("python*/site-packages"))
     (packages / "lent.pth").write_text("\n".join(site.getsitepackages()))
     config = environment / "share" / "andrea_pl" / "configs" / "overfit.yaml"
