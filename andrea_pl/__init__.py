@@ -1,11 +1,10 @@
 """Exact, token-weighted pretraining of language models with PyTorch Lightning."""
 
-from andrea_pl.interrupting import quieten_interrupts
+from andrea_pl.cli.interrupting import quieten_interrupts
 
 quieten_interrupts()
 
 # ruff: noqa: E402  what follows takes seconds
-from andrea_pl.checkpoint import DurableCheckpointIO as DurableCheckpointIO
 from andrea_pl.data import Arm as Arm
 from andrea_pl.data import Curriculum as Curriculum
 from andrea_pl.data import DynamicPaddingCollator as DynamicPaddingCollator
@@ -21,16 +20,17 @@ from andrea_pl.data import Ucb1 as Ucb1
 from andrea_pl.data import Window as Window
 from andrea_pl.data import WindowLoader as WindowLoader
 from andrea_pl.errors import UserError as UserError
-from andrea_pl.language import LanguageModule as LanguageModule
+from andrea_pl.language.module import LanguageModule as LanguageModule
 from andrea_pl.network import FeedForward as FeedForward
 from andrea_pl.network import RoPELanguageModel as RoPELanguageModel
 from andrea_pl.network import Sampling as Sampling
 from andrea_pl.network import TransformerConfig as TransformerConfig
 from andrea_pl.optim import build_optimizer as build_optimizer
 from andrea_pl.optim import build_scheduler as build_scheduler
-from andrea_pl.saving import DurableCheckpoint as DurableCheckpoint
+from andrea_pl.runs.checkpoint_callback import DurableCheckpoint as DurableCheckpoint
+from andrea_pl.runs.checkpoint_io import DurableCheckpointIO as DurableCheckpointIO
 from andrea_pl.strategies import ClipDDPStrategy as ClipDDPStrategy
 from andrea_pl.strategies import ClipModelParallelStrategy as ClipModelParallelStrategy
 from andrea_pl.strategies import ClipSingleDeviceStrategy as ClipSingleDeviceStrategy
-from andrea_pl.update import NonFiniteError as NonFiniteError
-from andrea_pl.update import TokenWeightedModule as TokenWeightedModule
+from andrea_pl.training.module import NonFiniteError as NonFiniteError
+from andrea_pl.training.module import TokenWeightedModule as TokenWeightedModule

@@ -2,7 +2,7 @@
 
 import sys
 
-from andrea_pl.cli import main
+from andrea_pl.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -27,10 +27,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from andrea_pl import Curriculum, LanguageModule, TextDataModule, TextSource, TransformerConfig, Ucb1
-from andrea_pl.data.curriculum import CurriculumSampler, Numbers, Pool
-from andrea_pl.data.documents import Problems
-from andrea_pl.data.encoding import digest
-from andrea_pl.data.tokenizer import END_OF_DOCUMENT
+from andrea_pl.data.mixing.curriculum import CurriculumSampler
+from andrea_pl.data.mixing.plan import Numbers, Pool
+from andrea_pl.data.sources.documents import Problems
+from andrea_pl.data.store.encoding import digest
+from andrea_pl.data.store.tokenizer import END_OF_DOCUMENT
 from pairs import describe
 
 NAMES = ("novels", "documentation", "questions")
@@ -41,7 +42,7 @@ SHAPE = TransformerConfig(vocab_size=VOCABULARY, block_size=256, d_model=384, n_
 def build_data(corpora: Path, cache: Path) -> TextDataModule:
     """Return the corpora under ANDREA's bandit."""
     return TextDataModule(
-        [TextSource(name=name, paths=[str(corpora / f"{name}.jsonl")], floor=0.1) for name in NAMES],
+        [TextSource(name=name, paths=[str(corpora / f"{name}.jsonl")], min_weight=0.1) for name in NAMES],
         vocab_size=VOCABULARY,
         block_size=256,
         sequences_per_update=32,
@@ -132,7 +133,7 @@ def time_sampling(corpora: Path, cache: Path, updates: int) -> None:
     print(f"update {median(whole):.3f} s, of it sampling {median(own) * 1e6:.0f} us")
     print(f"sampling / update, in percent: {describe([100 * share for share in shares])}")
     many = [
-        Pool(name=f"source{number}", first=number * 10_000, count=10_000, tokens=1_000_000, floor=0.01)
+        Pool(name=f"source{number}", first=number * 10_000, count=10_000, tokens=1_000_000, min_weight=0.01)
         for number in range(16)
     ]
     sampler = CurriculumSampler(many, Curriculum(mixture=Ucb1(reward_scale=1000.0)), 32)

@@ -25,9 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from andrea_pl.data.documents import TextSource
-from andrea_pl.data.prepare import Preparation, prepare
-from andrea_pl.data.tokenizer import TextTokenizer
+from andrea_pl.data.sources.documents import TextSource
+from andrea_pl.data.store.preparation import prepare
+from andrea_pl.data.store.settings import Preparation
+from andrea_pl.data.store.tokenizer import TextTokenizer
 from saving import resident, start_peak
 
 VOCABULARY = 2305
@@ -79,7 +80,7 @@ def write_sources(file: Path, count: int) -> None:
 
 def measure_start(file: Path) -> None:
     """Start the command with a checkpoint that is not there, and print the seconds until it says so."""
-    from andrea_pl.cli import main as andrea
+    from andrea_pl.cli.main import main as andrea
 
     began = time.perf_counter()
     with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -93,7 +94,7 @@ def measure_start(file: Path) -> None:
 def measure(task: str, file: Path, tokenizer: Path) -> None:
     """Learn or encode, and print megabytes above the process, and seconds."""
     if task == "learning":
-        from andrea_pl.data.prepare import learn_tokenizer
+        from andrea_pl.data.store.learning import learn_tokenizer
 
         preparation = build_preparation(file, file.parent / "unused", None)
         before, began = start_peak(), time.perf_counter()

@@ -31,7 +31,7 @@ import lightning.pytorch as pl
 import torch
 
 from andrea_callbacks import SpikeForensics
-from andrea_callbacks.detector import Mixture, mixture_of
+from andrea_callbacks.forensics.detector import Mixture, mixture_of
 from andrea_pl import DynamicPaddingCollator, LanguageModule, TransformerConfig, Window
 
 VOCABULARY, LENGTH, SEQUENCES, UPDATES = 48, 32, 16, 140
@@ -171,19 +171,19 @@ def quiet_trainer(callbacks: list[pl.Callback]) -> pl.Trainer:
     )
 
 
-def run_once(seed: int, kind: str) -> Outcome:
+def run_once(seed: int, kind: str, updates: int = UPDATES) -> Outcome:
     """Train one model, and compare what was planted with what was found."""
     weights = pretrained()
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    planted = rng.randrange(60, UPDATES) if kind else None
+    planted = rng.randrange(60, updates) if kind else None
     module = LanguageModule(SHAPE, lr=1e-3, schedule="constant", betas=(0.9, 0.95))
     module.load_state_dict(weights)
     norms = Norms()
     with tempfile.TemporaryDirectory() as folder:
-        spikes = SpikeForensics(folder=folder, max_reports=UPDATES)
+        spikes = SpikeForensics(folder=folder, max_reports=updates)
         trainer = quiet_trainer([spikes, norms])
-        trainer.fit(module, Loader(windows_of(rng, planted, kind)))
+        trainer.fit(module, Loader(windows_of(rng, planted, kind)[:updates]))
         reports = [json.loads(path.read_text()) for path in Path(folder).glob("*/report.json")]
     found = [each for each in reports if each["update"] == planted]
     named = bool(found) and found[0]["attribution"]["sequences"][0]["identity"].get("document") == PLANTED_ID
@@ -198,7 +198,7 @@ def run_once(seed: int, kind: str) -> Outcome:
         ratio = norms.norms[at] / median(like) if len(like) >= 3 else 0.0
     return Outcome(
         kind=kind,
-        updates=UPDATES,
+        updates=updates,
         flagged=len(reports) - len(found),
         ratio=ratio,
         is_flagged=bool(found),

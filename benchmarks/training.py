@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 from andrea_callbacks import UpdateProgressBar
 from andrea_pl import LanguageModule, RoPELanguageModel, TextDataModule, TextSource, TransformerConfig, Window
-from andrea_pl.data.loader import TextWindowLoader
+from andrea_pl.data.windows.loaders import TextWindowLoader
 from pairs import describe
 
 SHAPE = TransformerConfig(vocab_size=2305, block_size=256, d_model=384, n_heads=12, n_layers=6)

@@ -9,8 +9,7 @@ import pytest
 
 import corpora
 import story
-
-ROOT = Path(__file__).parents[1]
+from tests.support.commands import ROOT
 
 
 def run(**changes: Any) -> story.Run:

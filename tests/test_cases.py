@@ -1,7 +1,7 @@
 """Public reports about resume, checkpoints and the command that we must get right; each has its value here.
 
-Those about ranks are in tests/system/test_two_ranks.py, those about flags in
-tests/system/test_resumed_command.py.
+Those about ranks are in tests/training/test_ranks.py, those about flags in
+tests/cli/test_resumed_run.py.
 """
 
 import importlib.metadata
@@ -21,11 +21,12 @@ from packaging.version import Version
 from torch.utils.data import DataLoader, Dataset
 
 from andrea_pl import DurableCheckpoint, WindowLoader
-from andrea_pl.checkpoint import newest_valid
-from andrea_pl.signals import StoppedBySignal
-from toy import ListLoader, Recorder, ToyU, build_trainer, window
+from andrea_pl.runs.manifest import newest_valid
+from andrea_pl.runs.signals import StoppedBySignal
+from tests.support.commands import ROOT
+from tests.support.toy import ListLoader, Recorder, ToyU, build_trainer, window
 
-PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REQUIRED = {each.name: each for each in map(Requirement, PROJECT["dependencies"])}
 FLOORS = {"torch": "2.10", "lightning": "2.6.6", "jsonargparse": "4.52"}
 
@@ -145,8 +146,8 @@ class TestDependencies:
     def test_pytorch_lightning_is_not_imported(self) -> None:
         """The other name of the package has its own uploads; where it is loaded it is recognised."""
         assert Version(lightning.__version__) >= Version("2.6.6")
-        sources = [*Path(__file__).parents[1].glob("andrea_pl/**/*.py")]
-        sources += Path(__file__).parents[1].glob("callbacks/**/*.py")
+        sources = [*ROOT.glob("andrea_pl/**/*.py")]
+        sources += ROOT.glob("callbacks/**/*.py")
         assert len(sources) > 50
         imports = r"^\s*(import|from)\s+{0}\b|import_module\(.{0}".format(
             "(pytorch_lightning|lightning_fabric)"

@@ -1,31 +1,19 @@
 """Every shipped configuration: parsed, commented key by key, and run for an update."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from commands import andrea
+from tests.support.commands import ROOT, andrea
+from tests.support.configurations import small_sources
 
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 SHORT = [
     *("--trainer.max_steps", "1", "--trainer.limit_val_batches", "0"),
     *("--data.sequences_per_update", "2", "--data.block_size", "64"),
 ]
-
-
-def small_sources(config: str) -> list[str]:
-    """Return a flag that gives the configuration's sources a few token ids, which need no preparation."""
-    given = yaml.safe_load(Path(config).read_text())["data"]["sources"]
-    rows = [[1, 2, 3 + number] for number in range(4)]  # the parser takes its time over long lists
-    kept = ("name", "floor", "max_epochs")
-    sources = [
-        {**{key: source[key] for key in kept if key in source}, "kind": "tokens", "documents": rows}
-        for source in given
-    ]
-    return ["--data.sources", json.dumps(sources)]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 import andrea_callbacks
 import andrea_pl
-from projects import TextRows
-from toy import build_trainer
+from tests.support.projects import TextRows
+from tests.support.toy import build_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::andrea_callbacks.ClipWarning"),

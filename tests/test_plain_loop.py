@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from andrea_pl import DynamicPaddingCollator, LanguageModule, TokenizedDataset, TransformerConfig, Window
-from andrea_pl.data.windows import cut_micro_batches
+from andrea_pl.data.windows.window import pack
 from andrea_pl.optim import warmup_cosine
-from plain_loop import train
-from toy import ListLoader, build_trainer
+from tests.support.plain_loop import train
+from tests.support.toy import ListLoader, build_trainer
 
 UPDATES, PER_UPDATE, WARMUP = 20, 8, 3
 SHAPE = TransformerConfig(vocab_size=61, block_size=24, d_model=32, n_heads=4, n_layers=2)
@@ -40,7 +40,7 @@ def windows_of(cut: str) -> list[Window]:
             "pairs": [list(range(start, min(start + 2, count))) for start in range(0, count, 2)],
             "uneven": [[0], list(range(1, count))],
             "reversed": [list(range(count))[::-1]],
-            "budget": cut_micro_batches(lengths, 48),
+            "budget": pack(lengths, 48),
         }[cut]
         windows.append(Window(collate([dataset[chosen[place]] for place in part]) for part in parts))
     return windows
@@ -95,6 +95,7 @@ def weights_by_trainer(dtype: torch.dtype, kind: str, cut: str) -> tuple[torch.T
     return torch.cat([p.detach().flatten().double() for p in module.network.parameters()]), norms
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("cut", ["one", "each", "pairs", "uneven", "reversed", "budget"])
 @pytest.mark.parametrize(
     ("dtype", "kind", "tolerance"),

@@ -17,11 +17,10 @@ from andrea_pl import (
     TransformerConfig,
     Ucb1,
 )
-from commands import run_python
-from projects import everything
-from toy import build_trainer
+from tests.support.commands import ROOT, run_python
+from tests.support.projects import everything
+from tests.support.toy import build_trainer
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -88,6 +87,7 @@ def glossary() -> list[str]:
     return names
 
 
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore::andrea_callbacks.ClipWarning")
 def test_glossary_has_every_scalar(tmp_path: Path) -> None:
     """Whatever the callbacks and the module wrote in a run with everything on stands in the table."""
@@ -102,7 +102,7 @@ def test_glossary_has_every_scalar(tmp_path: Path) -> None:
             TextSource(name="u", kind="tokens", documents=documents[40:70]),
             TextSource(name="v", kind="tokens", documents=documents[70:], split="val"),
         ],
-        curriculum=Curriculum(mixture=Ucb1(), hard_clip=0.0, updates_per_epoch=70),
+        curriculum=Curriculum(mixture=Ucb1(), min_clip_coefficient=0.0, updates_per_epoch=70),
         vocab_size=32,
         block_size=8,
         sequences_per_update=2,

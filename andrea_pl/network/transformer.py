@@ -276,3 +276,17 @@ class RoPELanguageModel(nn.Module):
                     f"token id {low if low < 0 else high} is outside 0 … {self.vocab_size - 1}; "
                     f"vocab_size must be at least {high + 1}, or the text was prepared with another tokenizer"
                 )
+
+
+def flops_per_token(network: RoPELanguageModel) -> float:
+    """Return the floating-point operations of forward and backward pass for one token, 6N + 12LDS/2.
+
+    N are the weights that multiply (all but the embedding's), and attention is causal over sequences of
+    `block_size`; shorter ones cost less (Chowdhery et al., 2022, appendix B, halved for the causal mask).
+    """
+    config = network.config
+    vocab_size, block_size = config.sizes
+    weights = sum(each.numel() for each in network.parameters() if each.ndim > 1)
+    if not config.tie_output:
+        weights -= vocab_size * config.d_model
+    return 6.0 * weights + 6.0 * config.n_layers * config.d_model * block_size

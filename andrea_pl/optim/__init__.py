@@ -1,7 +1,7 @@
 """Optimizer, schedule and clip. Imports nothing of training."""
 
 from andrea_pl.optim.clipping import Clipper as Clipper
-from andrea_pl.optim.clipping import can_hold as can_hold
+from andrea_pl.optim.clipping import supports_skip_flag as supports_skip_flag
 from andrea_pl.optim.extension import ExtensionError as ExtensionError
 from andrea_pl.optim.extension import build_extension as build_extension
 from andrea_pl.optim.groups import build_optimizer as build_optimizer

@@ -7,9 +7,7 @@ optimizer ──gradient_norm──> GradientNorm       kept until a gradient ch
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
-from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -17,38 +15,29 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from andrea_callbacks.gradient_watch import clip_begins, clip_ends, clip_is_planned
-from andrea_callbacks.gradients import (
-    GradientMoment,
+from andrea_callbacks.hooks.gradient_watch import clip_begins, clip_ends, clip_is_planned
+from andrea_callbacks.numerics.gradient_norm import (
     GradientNorm,
+    NormCache,
     distinct,
     gradient_norm,
     local_gradient,
     optimizer_parameters,
+    present_gradients,
     squared_norms,
 )
 from andrea_pl.errors import UserError
 from andrea_pl.optim.extension import ExtensionError, load_extension
+from andrea_pl.optim.next_step import SCALED_DTYPES, NextStep, supports_grad_scale, supports_skip_flag
 
 Gradients = Optimizer | Tensor | Iterable[Tensor]
 """Whose gradients are measured or clipped: an optimizer's, or those of parameters."""
 
 ClipperKind = Literal["auto", "torch", "extension"]
 
-FOLDED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Gradients that a fused step may divide by a float32 number without losing digits."""
-
 LARGEST = torch.finfo(torch.float32).max
 
 _told: set[str] = set()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fold:
-    """What was put into an optimizer's next step: for which gradients, and whether `found_inf` is ours."""
-
-    moment: GradientMoment
-    holds: bool
 
 
 class Clipper:
@@ -56,7 +45,7 @@ class Clipper:
 
     A norm is computed once and kept until a gradient is replaced or written to, or the optimizer steps.
     Writes that torch does not count, through `.data` and by `GradScaler.unscale_`, are not seen: call
-    `forget` after.
+    `invalidate` after.
 
     Args:
         kind: `torch` uses torch's own operations; `extension` the compiled kernels, for float32, bfloat16 and
@@ -73,11 +62,8 @@ class Clipper:
         self.kind: ClipperKind = kind
         self._extended: dict[torch.device, bool] = {}
         self._reasons: dict[torch.device, str] = {}
-        self._measured: WeakKeyDictionary[Optimizer, tuple[GradientMoment, GradientNorm]] = (
-            WeakKeyDictionary()
-        )
-        self._folded: WeakKeyDictionary[Optimizer, _Fold] = WeakKeyDictionary()
-        self._watched: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self._norms = NormCache(self._squared_norms)
+        self._next_step = NextStep(self._norms)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"kind": self.kind}  # what is known of optimizers holds for those alone
@@ -147,19 +133,10 @@ class Clipper:
         owner = _owner(optimizer)
         if isinstance(owner, list):
             return gradient_norm(owner, self._squared_norms)
-        return self._optimizer_norm(owner)
+        self._next_step.watch(owner)
+        return self._norms.norm(owner)
 
-    def _optimizer_norm(self, optimizer: Optimizer) -> GradientNorm:
-        self._watch(optimizer)
-        parameters = optimizer_parameters(optimizer)
-        present = [each.grad for each in parameters if each.grad is not None]
-        moment, norm = self._measured.get(optimizer, (None, None))
-        if moment is None or norm is None or not moment.is_that_of(present):
-            norm = gradient_norm(parameters, self._squared_norms)
-            self._measured[optimizer] = (GradientMoment.of(present), norm)
-        return norm
-
-    def clip_gradients(self, optimizer: Gradients, max_norm: float, hold: Tensor | None = None) -> Tensor:
+    def clip_gradients(self, optimizer: Gradients, max_norm: float, skip: Tensor | None = None) -> Tensor:
         """Clip to a global norm: `g * min(1, max_norm / norm)` (Pascanu et al., 2013).
 
         A fused optimizer divides within its next step, by `grad_scale`, and its gradients stay as they are
@@ -170,29 +147,29 @@ class Clipper:
         Args:
             optimizer: One; or parameters, as an iterable or a single one, whose gradients are scaled here.
             max_norm: More than 0; `inf` clips nothing.
-            hold: 0-d float32, 1 where the next step must change nothing, else 0. Only for an optimizer that
-                `can_hold`.
+            skip: 0-d float32, 1 where the next step must change nothing, else 0. Only for an optimizer that
+                `supports_skip_flag`.
 
         Returns:
             The coefficient, 0-d float64 (float32 on devices without it).
 
         Raises:
             UserError: If it is neither, there is no parameter, or `max_norm` is out of range.
-            ValueError: If what is given cannot be held.
+            ValueError: If what is given has no step that can be skipped.
         """
         owner = _owner(optimizer)
         if not max_norm > 0:  # a negative one would flip signs
             raise UserError(f"max_norm must be more than 0, got {max_norm}; inf clips nothing")
         if isinstance(owner, Optimizer):
-            coefficient = self._clip_optimizer(owner, max_norm, hold)
-        elif hold is None:
+            coefficient = self._clip_optimizer(owner, max_norm, skip)
+        elif skip is None:
             coefficient = self._clip_parameters(owner, max_norm)
         else:
-            raise ValueError("parameters have no step that can be held; give their optimizer")
+            raise ValueError("parameters have no step to skip; give their optimizer")
         return coefficient
 
     def _clip_parameters(self, parameters: list[Tensor], max_norm: float) -> Tensor:
-        norm, gradients = gradient_norm(parameters, self._squared_norms), _present(parameters)
+        norm, gradients = gradient_norm(parameters, self._squared_norms), present_gradients(parameters)
         if max_norm == math.inf:
             return torch.ones_like(norm.total)
         clip_begins(gradients)
@@ -201,54 +178,50 @@ class Clipper:
         clip_ends(gradients, max_norm)
         return coefficient
 
-    def _clip_optimizer(self, optimizer: Optimizer, max_norm: float, hold: Tensor | None) -> Tensor:
-        if hold is None:
-            hold = self._hold_of(optimizer)  # a second clip does not lift the hold of the first
-        self._unfold(optimizer)
+    def _clip_optimizer(self, optimizer: Optimizer, max_norm: float, skip: Tensor | None) -> Tensor:
+        if skip is None:
+            skip = self._next_step.skip_flag_of(optimizer)  # a second clip keeps the skip flag of the first
+        self._next_step.remove(optimizer)
         norm = self.gradient_norm(optimizer)
-        if hold is not None and not can_hold(optimizer):
-            raise ValueError(f"{type(optimizer).__name__} cannot be held by a device now; see can_hold")
+        if skip is not None and not supports_skip_flag(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot be made to skip its step by a device now; see "
+                "supports_skip_flag"
+            )
         if max_norm < math.inf:
             clip_begins(_gradients(optimizer))
-        coefficient = self._clip(optimizer, norm, max_norm, hold)
+        coefficient = self._clip(optimizer, norm, max_norm, skip)
         if max_norm < math.inf:
             clip_is_planned(optimizer, max_norm, norm.total * coefficient)
         return coefficient
 
-    def _clip(self, optimizer: Optimizer, norm: GradientNorm, max_norm: float, hold: Tensor | None) -> Tensor:
+    def _clip(self, optimizer: Optimizer, norm: GradientNorm, max_norm: float, skip: Tensor | None) -> Tensor:
         if max_norm == math.inf:
-            self._fold(optimizer, None, hold)
+            self._next_step.put(optimizer, None, skip)
             return torch.ones_like(norm.total)
-        if norm.total.device.type == "cpu" and hold is None:
+        if norm.total.device.type == "cpu" and skip is None:
             return self._clip_on_host(optimizer, norm, max_norm)
         coefficient, divisor, overflow = self._figures(norm, max_norm)
-        if can_fold(optimizer):
-            self._fold(optimizer, divisor, None if hold is None else torch.maximum(hold, overflow))
+        if supports_grad_scale(optimizer):
+            self._next_step.put(optimizer, divisor, None if skip is None else torch.maximum(skip, overflow))
         else:
             self._scale(_gradients(optimizer), coefficient)
         return coefficient
 
     def scale_now(self, optimizer: Optimizer) -> None:
         """Do now what was left to the optimizer's next step, for whoever must see clipped gradients."""
-        divisor = getattr(optimizer, "grad_scale", None) if optimizer in self._folded else None
-        hold = self._hold_of(optimizer)
-        self._unfold(optimizer)
+        divisor = self._next_step.divisor_of(optimizer)
+        skip = self._next_step.skip_flag_of(optimizer)
+        self._next_step.remove(optimizer)
         if divisor is not None:
             self._scale(_gradients(optimizer), 1.0 / divisor.double())
-        if hold is not None:
+        if skip is not None:
             self.gradient_norm(optimizer)
-            self._fold(optimizer, None, hold)
+            self._next_step.put(optimizer, None, skip)
 
-    def _hold_of(self, optimizer: Optimizer) -> Tensor | None:
-        """Return the flag that holds the next step, if it was set for gradients that are there still."""
-        fold = self._folded.get(optimizer)
-        if fold is None or not fold.holds or not fold.moment.shares_one_with(_gradients(optimizer)):
-            return None
-        return cast(Tensor, cast(Any, optimizer).found_inf)
-
-    def forget(self, optimizer: Optimizer) -> None:
+    def invalidate(self, optimizer: Optimizer) -> None:
         """Have the norm computed anew the next time, since gradients were written to behind torch's back."""
-        self._measured.pop(optimizer, None)
+        self._norms.invalidate(optimizer)
 
     def _clip_on_host(self, optimizer: Optimizer, norm: GradientNorm, max_norm: float) -> Tensor:
         value = float(norm.total)
@@ -256,8 +229,8 @@ class Clipper:
         result = torch.full_like(norm.total, coefficient)
         if coefficient == 1.0:
             return result
-        if can_fold(optimizer) and value / max_norm <= LARGEST:
-            self._fold(optimizer, torch.tensor(value / max_norm, dtype=torch.float32), None)
+        if supports_grad_scale(optimizer) and value / max_norm <= LARGEST:
+            self._next_step.put(optimizer, torch.tensor(value / max_norm, dtype=torch.float32), None)
         else:
             self._scale(_gradients(optimizer), result)
         return result
@@ -310,74 +283,9 @@ class Clipper:
             key = (tensor.dtype, tensor.device, tensor.layout, _is_dense(tensor))
             groups.setdefault(key, []).append(place)
         return [
-            (places, dtype in FOLDED_DTYPES and is_dense and self.has_extension(device))
+            (places, dtype in SCALED_DTYPES and is_dense and self.has_extension(device))
             for (dtype, device, _, is_dense), places in groups.items()
         ]
-
-    def _fold(self, optimizer: Optimizer, divisor: Tensor | None, held: Tensor | None) -> None:
-        if divisor is None and held is None:
-            return
-        folded = cast(Any, optimizer)
-        folded.grad_scale = divisor
-        if held is not None:
-            folded.found_inf = held
-        moment, _ = self._measured[optimizer]
-        self._folded[optimizer] = _Fold(moment=moment, holds=held is not None)
-
-    def _unfold(self, optimizer: Optimizer, *_: Any) -> None:
-        """Take back what was folded into the optimizer's next step."""
-        fold = self._folded.pop(optimizer, None)
-        if fold is None:
-            return
-        folded = cast(Any, optimizer)
-        if not fold.holds and hasattr(optimizer, "found_inf"):
-            folded.grad_scale = None  # a GradScaler is at work, and deletes both after the step
-            return
-        del folded.grad_scale
-        if fold.holds:
-            del folded.found_inf
-
-    def _watch(self, optimizer: Optimizer) -> None:
-        """See to it that nothing outlives the step, or the gradients, that it was meant for."""
-        if optimizer not in self._watched:
-            self._watched[optimizer] = True
-            optimizer.register_step_pre_hook(self._before_step)
-            optimizer.register_step_post_hook(self._after_step)
-
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Forget a coefficient that an exception left behind: none of its gradients is one of this step."""
-        fold = self._folded.get(optimizer)
-        if fold is not None and not fold.moment.shares_one_with(_gradients(optimizer)):
-            self._unfold(optimizer)
-
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._unfold(optimizer)
-        self.forget(optimizer)  # a fused step writes gradients without counting it
-
-
-def can_hold(optimizer: Optimizer) -> bool:
-    """Say whether the next step can be held by a device, so that it changes nothing.
-
-    Fused SGD with momentum cannot on its first step: held, torch 2.13 leaves its buffers as they were
-    allocated, and the second step takes them for momentum.
-    """
-    return can_fold(optimizer) and not any(
-        isinstance(optimizer, torch.optim.SGD)
-        and group["momentum"]
-        and any(
-            each.grad is not None and optimizer.state.get(each, {}).get("momentum_buffer") is None
-            for each in group["params"]
-        )
-        for group in optimizer.param_groups
-    )
-
-
-def can_fold(optimizer: Optimizer) -> bool:
-    """Say whether a step divides gradients by `grad_scale`, in float32, as it reads them."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
-        group.get("fused") and all(each.dtype in FOLDED_DTYPES for each in group["params"])
-        for group in optimizer.param_groups
-    )
 
 
 def _owner(gradients: Gradients) -> Optimizer | list[Tensor]:
@@ -409,11 +317,7 @@ def _unwanted(given: object, place: str = "") -> UserError:
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    return _present(optimizer_parameters(optimizer))
-
-
-def _present(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [each.grad for each in parameters if each.grad is not None]
+    return present_gradients(optimizer_parameters(optimizer))
 
 
 def _is_dense(tensor: Tensor) -> bool:

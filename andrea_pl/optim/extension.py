@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from andrea_callbacks.numerics.file_lock import lock
 from andrea_pl.errors import UserError
 from andrea_pl.optim.ownership import PlantedError, refuse_others
 
@@ -282,9 +283,7 @@ def _fingerprint(target: str) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Generator[None]:
-    """Hold a lock among processes, which ends with the process that holds it."""
-    import fcntl  # not on Windows
-
+    """Be the only process that builds here, if the file system has locks."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file.fileno(), wait=True)
         yield

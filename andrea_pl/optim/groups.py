@@ -1,10 +1,11 @@
 """Which parameters decay, and AdamW over them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from andrea_pl.errors import UserError
 
@@ -20,13 +21,15 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         weight_decay: For the group that decays.
 
     Returns:
-        One or two groups; a group without parameters is left out.
+        One or two groups, named `decay` and `no_decay`; a group without parameters is left out.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
-        {"params": [each for each in trainable if each.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [each for each in trainable if each.ndim < 2], "weight_decay": 0.0},
+        {"name": "decay", "params": [each for each in trainable if each.ndim >= 2]},
+        {"name": "no_decay", "params": [each for each in trainable if each.ndim < 2]},
     ]
+    for group, decay in zip(groups, (weight_decay, 0.0), strict=True):
+        group["weight_decay"] = decay
     return [group for group in groups if group["params"]]
 
 
@@ -63,3 +66,20 @@ def can_fuse(groups: list[Mapping[str, Any]] | list[dict[str, Any]]) -> bool:
     """Say whether fused kernels take every parameter of these groups."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     return all(each.is_floating_point() and each.device.type in FUSED_DEVICES for each in parameters)
+
+
+def build_named_optimizer(
+    build: Callable[[Iterable[Any]], Optimizer], parameters: Iterable[nn.Parameter]
+) -> Optimizer:
+    """Return an optimizer over the trainable parameters, built by a class with its options.
+
+    Raises:
+        UserError: If the class refuses its options or the parameters.
+    """
+    try:
+        return build([each for each in parameters if each.requires_grad])
+    except ValueError as error:
+        hint = ""
+        if "2D" in str(error):
+            hint = "; `network.norm_weight`=false and bias=false leave matrices alone, as Muon asks"
+        raise UserError(f"`optimizer` refuses its options or parameters: {error}{hint}") from error

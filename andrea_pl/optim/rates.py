@@ -132,5 +132,5 @@ def _refusal(scheduler: Any, there: str, here: str) -> UserError:
     return UserError(
         f"the checkpoint was written with {there} and this run has {here}, which {type(scheduler).__name__} "
         f"cannot follow, because its values are not proportional to it. Resume with {there}, or start from "
-        "the weights only (--init_from)"
+        "the weights only (`init_from`)"
     )

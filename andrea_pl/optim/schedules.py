@@ -9,36 +9,38 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
+from andrea_pl.deprecation import old_options
 from andrea_pl.errors import UserError
 
 
-def warmup_cosine(index: int, total_updates: int, warmup_updates: int, floor: float = 0.0) -> float:
+def warmup_cosine(index: int, total_updates: int, warmup_updates: int, min_lr_ratio: float = 0.0) -> float:
     """Return the factor of the base rate: linear warm-up, then half a cosine (Loshchilov and Hutter, 2017).
 
     Args:
         index: Updates that changed weights so far; 0 for the first.
-        total_updates: Length of the whole run, warm-up included; the factor stays at `floor` afterwards.
+        total_updates: Length of the whole run, warm-up included; the factor stays at `min_lr_ratio`
+        afterwards.
         warmup_updates: Updates of the warm-up; the first takes 1 / warmup_updates, the last the whole rate.
-        floor: Factor at the end.
+        min_lr_ratio: Factor at the end.
 
     Returns:
-        A factor in [floor, 1], or below `floor` during the warm-up.
+        A factor in [min_lr_ratio, 1], or below `min_lr_ratio` during the warm-up.
     """
     if index < warmup_updates:
         return (index + 1) / warmup_updates
     progress = min((index - warmup_updates) / (total_updates - warmup_updates), 1.0)
-    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return min_lr_ratio + (1.0 - min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def check_schedule(total_updates: int, warmup_updates: int, floor: float = 0.0) -> None:
-    """Raise `UserError`, a `ValueError`, unless 0 <= warmup_updates < total_updates and 0 <= floor <= 1."""
+def check_schedule(total_updates: int, warmup_updates: int, min_lr_ratio: float = 0.0) -> None:
+    """Raise `UserError` unless 0 <= warmup_updates < total_updates and 0 <= min_lr_ratio <= 1."""
     if not 0 <= warmup_updates < total_updates:
         raise UserError(
             f"0 <= warmup_updates < total_updates is needed, got warmup_updates={warmup_updates} and "
-            f"total_updates={total_updates}; shorten the warm-up (model.warmup_updates) or train longer"
+            f"total_updates={total_updates}; shorten the warm-up (`warmup_updates`) or train longer"
         )
-    if not 0.0 <= floor <= 1.0:
-        raise UserError(f"the floor must lie in [0, 1] (a factor of the base rate), got {floor}")
+    if not 0.0 <= min_lr_ratio <= 1.0:
+        raise UserError(f"`min_lr_ratio` must lie in [0, 1], got {min_lr_ratio}")
 
 
 class FactorLR(LambdaLR):
@@ -60,7 +62,7 @@ class FactorLR(LambdaLR):
         if any(group["lr"] is None for group in optimizer.param_groups):
             raise UserError(
                 f"{type(optimizer).__name__} has lr=None and sets its rate itself, so that no schedule can "
-                "scale it; set model.schedule=constant, or give the optimizer an lr"
+                "scale it; set `schedule`=constant, or give the optimizer an lr"
             )
         super().__init__(optimizer, factor)
 
@@ -112,8 +114,9 @@ def set_rate(group: dict[str, Any], rate: float | Tensor) -> None:
         group["lr"] = float(rate)
 
 
+@old_options(floor="min_lr_ratio")
 def build_scheduler(
-    optimizer: Optimizer, total_updates: int, warmup_updates: int, floor: float = 0.0
+    optimizer: Optimizer, total_updates: int, warmup_updates: int, min_lr_ratio: float = 0.0
 ) -> FactorLR:
     """Return a scheduler over `warmup_cosine`, to be stepped once after every update that changed weights.
 
@@ -121,10 +124,12 @@ def build_scheduler(
         optimizer: Its groups' rates are the base rates; groups added later follow.
         total_updates: Length of the run in updates.
         warmup_updates: Length of the warm-up.
-        floor: Factor of the base rate at the end.
+        min_lr_ratio: Factor of the base rate at the end.
 
     Raises:
         UserError: Unless 0 <= warmup_updates < total_updates.
     """
-    check_schedule(total_updates, warmup_updates, floor)
-    return FactorLR(optimizer, lambda index: warmup_cosine(index, total_updates, warmup_updates, floor))
+    check_schedule(total_updates, warmup_updates, min_lr_ratio)
+    return FactorLR(
+        optimizer, lambda index: warmup_cosine(index, total_updates, warmup_updates, min_lr_ratio)
+    )

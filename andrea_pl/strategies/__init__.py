@@ -3,7 +3,7 @@
 Importing this package registers their names for `Trainer(strategy=…)`.
 """
 
-from andrea_pl.strategies.hook import ClipHook as ClipHook
+from andrea_pl.strategies.clip_mixin import ClipHook as ClipHook
 from andrea_pl.strategies.parallel import ClipDDPStrategy as ClipDDPStrategy
 from andrea_pl.strategies.parallel import ClipModelParallelStrategy as ClipModelParallelStrategy
 from andrea_pl.strategies.single import ClipSingleDeviceStrategy as ClipSingleDeviceStrategy

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from andrea_pl.errors import UserError
 from andrea_pl.optim.clipping import ClipperKind
-from andrea_pl.strategies.hook import ClipHook
+from andrea_pl.strategies.clip_mixin import ClipHook
 from andrea_pl.strategies.synchronization import only_last_synchronizes
 
 
@@ -117,7 +117,7 @@ class ClipModelParallelStrategy(_SynchronizesLast, ModelParallelStrategy):
                 if [group["params"] for group in state["param_groups"]] != self._places(optimizer):
                     raise UserError(
                         f"{path}: written under another strategy, which numbers an optimizer's parameters in "
-                        f"another order than {type(self).__name__}; --init_from takes the weights alone"
+                        f"another order than {type(self).__name__}; `init_from` takes the weights alone"
                     )
         return super().load_checkpoint(checkpoint_path, weights_only)
 

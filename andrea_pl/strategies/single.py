@@ -7,7 +7,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 
 from andrea_pl.errors import UserError
 from andrea_pl.optim.clipping import ClipperKind
-from andrea_pl.strategies.hook import ClipHook
+from andrea_pl.strategies.clip_mixin import ClipHook
 
 
 class ClipSingleDeviceStrategy(ClipHook, SingleDeviceStrategy):

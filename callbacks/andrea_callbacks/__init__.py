@@ -2,54 +2,51 @@
 
 The one exception is safetensors, imported when a report has tensors to write.
 
-What they see of a run:
+One file a callback, named like its class. What they share lies in three rooms:
 
-    on_before_optimizer_step ─> measuring     norm, clip, loss scale; measured once for all callbacks
-    on_train_batch_start ────> window         micro-batches and random state of the update being made
-    a module's reports ──────> updates        what it measured itself
-                               replay         micro-batches run again, without a trace
-                                 ├─ origin        where a NaN came from
-                                 └─ attribution   whose gradient it is
-    events ──────────────────> each other     spike, nonfinite, coherence: the journal keeps them
-
-clip_norm  PreClipNorm      moments     MomentMonitor, moment_trace  journal  RunJournal, read_journal
-finite     FiniteGuard      coherence   CoherenceGate                layout   TensorBoardLayout
-spikes     SpikeForensics   throughput  Throughput                   console  UpdateProgressBar, RunReport
-updates    UpdateLog, EpochSummary
-sources    SourceMonitor    resume      ExactResume
+hooks       what is known of the update under way: its reports, events, scalars, window, gradients
+              on_before_optimizer_step ─> measuring       norm, clip, loss scale; measured once for all
+              on_train_batch_start ────> update_window    micro-batches and random state
+              a module's reports ──────> reports          what it measured itself
+forensics   what made an update bad
+              replay         micro-batches run again, without a trace
+                ├─ nonfinite_origin   where a NaN came from
+                └─ attribution        whose gradient it is
+numerics    norms, transfers, random states, atomic writes; imports nothing of the other rooms
 """
 
-from andrea_callbacks.clip_norm import ClipWarning as ClipWarning
-from andrea_callbacks.clip_norm import PreClipNorm as PreClipNorm
-from andrea_callbacks.coherence import Coherence as Coherence
-from andrea_callbacks.coherence import CoherenceGate as CoherenceGate
-from andrea_callbacks.coherence import IncoherenceWarning as IncoherenceWarning
-from andrea_callbacks.coherence import known_units as known_units
-from andrea_callbacks.coherence import score_coherence as score_coherence
-from andrea_callbacks.console import RunReport as RunReport
-from andrea_callbacks.console import UpdateProgressBar as UpdateProgressBar
-from andrea_callbacks.detector import SpikeDetector as SpikeDetector
-from andrea_callbacks.events import RunEvent as RunEvent
-from andrea_callbacks.events import publish_event as publish_event
-from andrea_callbacks.finite import FiniteGuard as FiniteGuard
-from andrea_callbacks.finite import NonFiniteError as NonFiniteError
-from andrea_callbacks.finite import NonFiniteWarning as NonFiniteWarning
-from andrea_callbacks.gradient_watch import UnwatchedWarning as UnwatchedWarning
-from andrea_callbacks.gradients import GradientNorm as GradientNorm
-from andrea_callbacks.gradients import gradient_norm as gradient_norm
-from andrea_callbacks.journal import RunJournal as RunJournal
-from andrea_callbacks.journal import read_journal as read_journal
-from andrea_callbacks.layout import TensorBoardLayout as TensorBoardLayout
-from andrea_callbacks.moments import MomentMonitor as MomentMonitor
-from andrea_callbacks.moments import MomentTrace as MomentTrace
-from andrea_callbacks.moments import moment_trace as moment_trace
-from andrea_callbacks.resume import ExactResume as ExactResume
-from andrea_callbacks.scalars import ScalarBuffer as ScalarBuffer
-from andrea_callbacks.scalars import ScalarCallback as ScalarCallback
-from andrea_callbacks.scalars import scalar_buffer as scalar_buffer
-from andrea_callbacks.sources import SourceMonitor as SourceMonitor
-from andrea_callbacks.spikes import SpikeForensics as SpikeForensics
+from andrea_callbacks.coherence_gate import CoherenceGate as CoherenceGate
+from andrea_callbacks.coherence_gate import IncoherenceWarning as IncoherenceWarning
+from andrea_callbacks.epoch_summary import EpochSummary as EpochSummary
+from andrea_callbacks.exact_resume import ExactResume as ExactResume
+from andrea_callbacks.finite_guard import FiniteGuard as FiniteGuard
+from andrea_callbacks.forensics.coherence_score import Coherence as Coherence
+from andrea_callbacks.forensics.coherence_score import known_units as known_units
+from andrea_callbacks.forensics.coherence_score import score_coherence as score_coherence
+from andrea_callbacks.forensics.detector import SpikeDetector as SpikeDetector
+from andrea_callbacks.forensics.investigation import NonFiniteError as NonFiniteError
+from andrea_callbacks.forensics.investigation import NonFiniteWarning as NonFiniteWarning
+from andrea_callbacks.hooks.events import RunEvent as RunEvent
+from andrea_callbacks.hooks.events import publish_event as publish_event
+from andrea_callbacks.hooks.gradient_watch import UnwatchedWarning as UnwatchedWarning
+from andrea_callbacks.hooks.reports import UpdateReport as UpdateReport
+from andrea_callbacks.hooks.reports import publish_report as publish_report
+from andrea_callbacks.hooks.scalars import ScalarBuffer as ScalarBuffer
+from andrea_callbacks.hooks.scalars import ScalarCallback as ScalarCallback
+from andrea_callbacks.hooks.scalars import scalar_buffer as scalar_buffer
+from andrea_callbacks.moment_monitor import MomentMonitor as MomentMonitor
+from andrea_callbacks.numerics.gradient_norm import GradientNorm as GradientNorm
+from andrea_callbacks.numerics.gradient_norm import gradient_norm as gradient_norm
+from andrea_callbacks.numerics.moment_trace import MomentTrace as MomentTrace
+from andrea_callbacks.numerics.moment_trace import moment_trace as moment_trace
+from andrea_callbacks.pre_clip_norm import ClipWarning as ClipWarning
+from andrea_callbacks.pre_clip_norm import PreClipNorm as PreClipNorm
+from andrea_callbacks.run_journal import RunJournal as RunJournal
+from andrea_callbacks.run_journal import read_journal as read_journal
+from andrea_callbacks.run_report import RunReport as RunReport
+from andrea_callbacks.source_monitor import SourceMonitor as SourceMonitor
+from andrea_callbacks.spike_forensics import SpikeForensics as SpikeForensics
+from andrea_callbacks.tensorboard_layout import TensorBoardLayout as TensorBoardLayout
 from andrea_callbacks.throughput import Throughput as Throughput
-from andrea_callbacks.updates import EpochSummary as EpochSummary
-from andrea_callbacks.updates import UpdateLog as UpdateLog
-from andrea_callbacks.updates import publish_report as publish_report
+from andrea_callbacks.update_log import UpdateLog as UpdateLog
+from andrea_callbacks.update_progress_bar import UpdateProgressBar as UpdateProgressBar

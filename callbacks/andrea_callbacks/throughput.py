@@ -1,7 +1,6 @@
 """How fast a run is, and where an update's time goes."""
 
 import time
-from collections.abc import Mapping
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -10,10 +9,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from andrea_callbacks.host import HostCopy, agree, widest
-from andrea_callbacks.identity import field
-from andrea_callbacks.protocols import CountsTokens, SaysFlops, micro_batches_of, reports_updates
-from andrea_callbacks.updates import ReportCallback
+from andrea_callbacks.forensics.sample_identity import field
+from andrea_callbacks.hooks.protocols import CountsTokens, SaysFlops, micro_batches_of, reports_updates
+from andrea_callbacks.hooks.reports import ReportCallback, UpdateReport
+from andrea_callbacks.numerics.bounds import require_at_least
+from andrea_callbacks.numerics.host_transfer import HostCopy, reduce_over_ranks, widest
 
 PHASES: tuple[str, ...] = ("data", "forward", "backward", "clip", "step", "other")
 
@@ -72,8 +72,7 @@ class Throughput(ReportCallback):
 
     def __init__(self, every: int = 25, name: str | None = None) -> None:
         super().__init__(name=name)
-        if every < 1:
-            raise ValueError(f"Throughput: every must be at least 1 update, got {every}")
+        require_at_least(1, "Throughput", every=every)
         self.every = every
         self._clock = _Clock(torch.device("cpu"))
         self._begin()
@@ -114,10 +113,10 @@ class Throughput(ReportCallback):
         self._pass("other")
 
     @override
-    def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
+    def on_report(self, trainer: pl.Trainer, report: UpdateReport) -> None:
         """Take the module's own figures."""
-        self._clip += report.get("clip_seconds", 0.0)
-        self._tokens += report["tokens"]
+        self._clip += report.clip_seconds or 0.0
+        self._tokens += int(report.tokens)
 
     @override
     def on_train_batch_end(
@@ -218,5 +217,5 @@ class Throughput(ReportCallback):
             if counted is not None:
                 own[place] += counted
         own[2] += self._places
-        agree(own[1:] if is_global else own, "sum")
+        reduce_over_ranks(own[1:] if is_global else own, "sum")
         return HostCopy(own).read()

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from andrea_callbacks import FiniteGuard, MomentMonitor, NonFiniteError, PreClipNorm, SpikeForensics
-from andrea_callbacks.attribution import attribute
-from andrea_callbacks.tensors import faults_in
-from andrea_callbacks.window import UpdateWindow
-from toy import ListLoader, RowLogger, build_trainer
+from andrea_callbacks.forensics.attribution import attribute
+from andrea_callbacks.forensics.batch_faults import faults_in
+from andrea_callbacks.hooks.update_window import UpdateWindow
+from tests.support.toy import ListLoader, RowLogger, build_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::andrea_callbacks.NonFiniteWarning")
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from andrea_callbacks import ExactResume
-from andrea_callbacks.random_state import RandomState
+from andrea_callbacks.numerics.rng_state import RandomState
 from andrea_pl import Window
-from projects import TextRows
-from toy import ToyU, build_trainer
+from tests.support.projects import TextRows
+from tests.support.toy import ToyU, build_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed")
 
@@ -130,6 +130,7 @@ def test_at_the_end_of_an_epoch_with_any_loader(tmp_path: Path, options: dict[st
     assert not same(control, straight)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_in_the_middle_of_an_epoch_with_a_loader_that_can(tmp_path: Path, accumulate: int) -> None:
     """Every step, of six batches an epoch; validations that were due are made up for, none is repeated."""
@@ -269,6 +270,7 @@ def unfreeze(kind: str, folder: Path, resume: Path | None = None, **options: Any
 class TestUnfreezing:
     """Lightning#21901: what a callback has unfrozen goes on training after a resume."""
 
+    @pytest.mark.system
     def test_weights_are_equal(self, tmp_path: Path, kind: str, caplog: Any) -> None:
         """Before the epoch, at its start, within it and after it; batch norm tracks its means again too."""
         straight = unfreeze(kind, tmp_path / "straight")

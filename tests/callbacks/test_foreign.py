@@ -10,8 +10,8 @@ from lightning.pytorch.demos import transformer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from andrea_callbacks import FiniteGuard, PreClipNorm, read_journal
-from projects import PROJECTS, BoringAdam, Norms, everything, loader_of, scaler_plugin, train
-from toy import RowLogger, build_trainer
+from tests.support.projects import PROJECTS, BoringAdam, Norms, everything, loader_of, scaler_plugin, train
+from tests.support.toy import RowLogger, build_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -27,6 +27,7 @@ def no_download(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformer, "WikiText2", lambda download: None)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", PROJECTS)
 def test_all_callbacks_at_once(name: str) -> None:
     """Norms agree with float64, every update is in log and journal once, and nothing changes the weights."""
@@ -55,14 +56,14 @@ def test_clip_under_automatic_optimization(name: str) -> None:
     if "16-mixed" not in name:
         assert clipped == pytest.approx(norms.after, rel=1e-5)
     bitten = [norm > max_norm for norm in norms.norms]
-    assert logger.series("train/clipped_share")[-1][1] == pytest.approx(sum(bitten) / len(bitten))
+    assert logger.series("train/clip_fraction")[-1][1] == pytest.approx(sum(bitten) / len(bitten))
 
 
 @pytest.mark.parametrize("name", [name for name in PROJECTS if "manual" in name])
 def test_clip_of_others_is_not_guessed(name: str) -> None:
     logger = RowLogger()
     train(name, [PreClipNorm()], logger=logger)
-    for scalar in ("grad_norm_clipped", "clip_coefficient", "clipped_share", "clip_threshold"):
+    for scalar in ("grad_norm_clipped", "clip_coefficient", "clip_fraction", "clip_threshold"):
         assert logger.series(f"train/{scalar}") == []
 
 
@@ -121,6 +122,7 @@ def test_two_optimizers_have_names_of_their_own() -> None:
     assert {"moments/first/0/0", "moments/update/1/0"} <= names
 
 
+@pytest.mark.system
 def test_nothing_of_andrea_pl_is_imported() -> None:
     """Nor is Lightning under its other name, neither by the callbacks nor by andrea_pl."""
     code = """

@@ -29,11 +29,10 @@ from andrea_callbacks import (
     publish_event,
     read_journal,
 )
-from andrea_callbacks import spikes as module_of_spikes
-from andrea_callbacks.attribution import attribute
-from andrea_callbacks.window import UpdateWindow
-from projects import DocumentedGAN, TextRows, everything, loader_of, scaler_plugin
-from toy import ListLoader, RowLogger, build_trainer
+from andrea_callbacks.forensics.attribution import attribute
+from andrea_callbacks.hooks.update_window import UpdateWindow
+from tests.support.projects import DocumentedGAN, TextRows, everything, loader_of, scaler_plugin
+from tests.support.toy import NAN, ListLoader, RowLogger, build_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -42,7 +41,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::andrea_callbacks.ClipWarning"),
     pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
 ]
-NAN = float("nan")
 
 
 class Traces(pl.LightningModule):
@@ -309,9 +307,9 @@ def test_gate_samples_though_steps_pass_over_multiples() -> None:
     assert [step for step, _ in logger.series("coherence/score")] == [11, 21, 31]
 
 
-def test_late_verdicts_join_their_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_verdicts_join_their_own_step(read_late: Any) -> None:
     """What is known of update k during k + 1 stands in the one row of update k."""
-    monkeypatch.setattr(module_of_spikes, "_is_read_at_once", lambda device: False)
+    read_late()
     logger = RowLogger()
     trainer = build_trainer(callbacks=[SpikeForensics(), PreClipNorm()], logger=logger)
     trainer.fit(Traces(), ListLoader(spiky(130, None)))
@@ -447,9 +445,9 @@ def test_statistics_go_on_where_the_trainer_does() -> None:
     assert (guard.flagged, spikes.spikes) == (7, 1)
 
 
-def test_replay_runs_in_the_modes_of_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_runs_in_the_modes_of_the_update(read_late: Any) -> None:
     """A late verdict may come when validation has put the module into eval mode."""
-    monkeypatch.setattr(module_of_spikes, "_is_read_at_once", lambda device: False)
+    read_late()
     modes: list[bool] = []
 
     class Validated(Traces):

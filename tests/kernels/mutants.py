@@ -1,6 +1,6 @@
 """Breaks the kernels in many small ways and sees whether the checks notice.
 
-usage: python tests/kernels/mutants.py [NAME …]   prints what killed each; exit code 1 if any lives
+usage: python -m tests.kernels.mutants [NAME …]   prints what killed each; exit code 1 if any lives
 """
 
 import re
@@ -10,7 +10,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from builds import HERE, SOURCES, build_library, build_sanitized
+from tests.kernels.builds import HERE, SOURCES, build_library, build_sanitized
 
 KERNELS = "clip_kernels.cuh"
 

@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 
 from andrea_pl.optim.extension import SOURCES, build_extension
-from builds import HERE, build_library, build_sanitized
-from checks import Kernels, all_checks
-from mutants import MUTANTS, verdict
+from tests.kernels.builds import HERE, build_library, build_sanitized
+from tests.kernels.checks import Kernels, all_checks
+from tests.kernels.mutants import MUTANTS, verdict
+
+pytestmark = pytest.mark.system
 
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed: the CUDA toolkit has it")
 
 
+@pytest.mark.system
 def test_against_float64(tmp_path: Path) -> None:
     """Tails, misalignment, guards, NaN, Inf, magnitudes, launches and schedules: see checks.py."""
     results = list(all_checks(Kernels(build_library(tmp_path))))
@@ -23,12 +26,14 @@ def test_against_float64(tmp_path: Path) -> None:
     assert len(results) >= 700
 
 
+@pytest.mark.system
 def test_under_sanitizers(tmp_path: Path) -> None:
     """Buffers of exact size: no byte beyond them, no misaligned access, no overflow."""
     done = subprocess.run([build_sanitized(tmp_path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "72 checks, 0 failed\n"), done.stderr
 
 
+@pytest.mark.system
 def test_checks_notice() -> None:
     """One of the mutants; mutants.py tries them all."""
     assert verdict("no second barrier", *MUTANTS["no second barrier"])
@@ -40,6 +45,7 @@ def test_mutants_apply() -> None:
     assert len(MUTANTS) >= 15
 
 
+@pytest.mark.system
 @needs_nvcc
 @pytest.mark.parametrize("architecture", ["80", "90", "100"])
 def test_registers_and_stack(architecture: str, tmp_path: Path) -> None:
@@ -64,6 +70,7 @@ def test_registers_and_stack(architecture: str, tmp_path: Path) -> None:
     assert max(registers) <= 64
 
 
+@pytest.mark.system
 @needs_nvcc
 def test_the_binding_compiles() -> None:
     """The operators' CUDA side builds against the headers of any torch, a CPU build included."""

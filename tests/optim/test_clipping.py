@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
-from andrea_callbacks.gradients import optimizer_parameters
+from andrea_callbacks.numerics.gradient_norm import optimizer_parameters
 from andrea_pl import UserError
-from andrea_pl.optim import Clipper, can_hold
+from andrea_pl.optim import Clipper, supports_skip_flag
 
 KINDS = pytest.mark.parametrize("kind", ["torch", "extension"])
 LOW = (torch.float32, torch.bfloat16, torch.float16)
@@ -68,6 +68,7 @@ def test_rows_agree_with_float64(
     assert float(norm.total) == pytest.approx(total, rel=1e-6, abs=0, nan_ok=True)
 
 
+@pytest.mark.system
 @KINDS
 def test_one_large_tensor_and_many_small_ones(kind: Any) -> None:
     """120M elements, and 10,000 tensors; the same bits again, and for any number of threads."""
@@ -184,13 +185,13 @@ def test_what_the_kernels_do_not_take_goes_through_torch(kind: Any) -> None:
 
 def count_measures(clipper: Clipper, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
-    original = clipper._squared_norms
+    original = clipper._norms._measure
 
     def counting(tensors: Any) -> Tensor:
         calls.append(len(tensors))
         return original(tensors)
 
-    monkeypatch.setattr(clipper, "_squared_norms", counting)
+    monkeypatch.setattr(clipper._norms, "_measure", counting)
     return calls
 
 
@@ -214,7 +215,7 @@ def test_computed_once_until_a_gradient_changes(kind: Any, monkeypatch: pytest.M
     backward()
     changes = [
         backward,
-        lambda: (scaler.unscale_(optimizer), clipper.forget(optimizer)),  # nor does torch count this
+        lambda: (scaler.unscale_(optimizer), clipper.invalidate(optimizer)),  # nor does torch count this
         lambda: layer.weight.grad.mul_(2),
         lambda: torch._foreach_add_([layer.weight.grad], 1.0),
         lambda: layer.weight.grad.detach().add_(1.0),
@@ -297,20 +298,22 @@ def test_hold(kind: Any) -> None:
     assert not state["exp_avg"].any()
     assert float(state["step"]) == 0.0
     assert float(state["exp_avg_sq"].sum()) == 0.0
-    with pytest.raises(ValueError, match="cannot be held"):
+    with pytest.raises(ValueError, match="cannot be made to skip"):
         Clipper(kind).clip_gradients(sgd(torch.ones(2)), 1.0, torch.tensor(0.0))
 
 
 def test_who_can_be_held() -> None:
     made = [parameter(torch.ones(2))]
-    assert can_hold(torch.optim.AdamW(made, fused=True))
-    assert can_hold(torch.optim.SGD(made, lr=1.0, fused=True))
-    assert not can_hold(torch.optim.AdamW(made))
-    assert not can_hold(torch.optim.SGD([parameter(torch.ones(2, dtype=torch.float64))], lr=1.0, fused=True))
+    assert supports_skip_flag(torch.optim.AdamW(made, fused=True))
+    assert supports_skip_flag(torch.optim.SGD(made, lr=1.0, fused=True))
+    assert not supports_skip_flag(torch.optim.AdamW(made))
+    assert not supports_skip_flag(
+        torch.optim.SGD([parameter(torch.ones(2, dtype=torch.float64))], lr=1.0, fused=True)
+    )
     momentum = torch.optim.SGD(made, lr=1.0, momentum=0.9, fused=True)
-    assert not can_hold(momentum)
+    assert not supports_skip_flag(momentum)
     momentum.step()
-    assert can_hold(momentum)
+    assert supports_skip_flag(momentum)
 
 
 @KINDS
@@ -426,7 +429,7 @@ def test_what_is_neither_is_refused(build: Any, message: str) -> None:
 
 
 def test_parameters_cannot_be_held() -> None:
-    with pytest.raises(ValueError, match="no step that can be held"):
+    with pytest.raises(ValueError, match="no step to skip"):
         Clipper("torch").clip_gradients(some_parameters(), 1.0, torch.ones(()))
 
 

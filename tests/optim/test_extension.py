@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from andrea_pl.optim import Clipper, ExtensionError, build_extension, clipping, extension
 from andrea_pl.optim.extension import load_extension
-from commands import run_python
+from tests.support.commands import run_python
 
 CPU = torch.device("cpu")
 
@@ -121,6 +121,7 @@ sys.exit(max(os.waitpid(child, 0)[1] for child in children))
 """
 
 
+@pytest.mark.system
 def test_processes_that_start_together_build_once(fresh: Path) -> None:
     """A lock that ends with its process: no second build, no stale lock."""
     counter = fresh / "built"
@@ -135,6 +136,7 @@ def test_processes_that_start_together_build_once(fresh: Path) -> None:
     assert counter.read_text() == "x\n"
 
 
+@pytest.mark.system
 def test_torch_compile_sees_shapes() -> None:
     """Fake kernels: traced without a graph break, and exported shapes are right."""
     load_extension(CPU)

@@ -1,0 +1,1 @@
+"""Files, tables, the standard library: anything with text in it becomes documents."""

@@ -1,0 +1,88 @@
+"""The tokenizer that is learnt from the training text, and what it was learnt from."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from andrea_pl.data.sources.documents import Problems
+from andrea_pl.data.store.inputs import SourceInput
+from andrea_pl.data.store.sample import TextSample
+from andrea_pl.data.store.settings import Preparation
+from andrea_pl.data.store.token_store import disk_error, fingerprint
+from andrea_pl.data.store.tokenizer import TextTokenizer
+from andrea_pl.data.store.versions import replace_text
+from andrea_pl.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learnt:
+    """A tokenizer that was learnt, and a mark of the input that it was learnt from.
+
+    <settings>/tokenizer.json     the tokenizer
+               tokenizer.inputs   the mark, and the tokenizer's fingerprint, which early versions left out
+    """
+
+    tokenizer: TextTokenizer
+    inputs: str | None
+    """None where it is not known, since learning was broken off."""
+
+    @staticmethod
+    def read(folder: Path) -> "Learnt | None":
+        """Return what a folder of the cache holds, None where it holds no tokenizer."""
+        try:
+            tokenizer = TextTokenizer.load(folder / "tokenizer.json")
+        except UserError:
+            return None
+        try:
+            mark = (folder / "tokenizer.inputs").read_text(encoding="utf-8").split()
+        except (OSError, UnicodeDecodeError):
+            mark = []
+        is_its = len(mark) == 1 or (len(mark) == 2 and mark[1] == tokenizer.fingerprint)
+        return Learnt(tokenizer=tokenizer, inputs=mark[0] if is_its else None)
+
+    def write(self, folder: Path) -> None:
+        """Write tokenizer and mark; a tokenizer that is there already is not written again."""
+        path = folder / "tokenizer.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not path.exists() or path.read_text(encoding="utf-8") != self.tokenizer.definition:
+                replace_text(path, self.tokenizer.definition)
+            replace_text(folder / "tokenizer.inputs", f"{self.inputs} {self.tokenizer.fingerprint}")
+        except OSError as error:
+            raise disk_error(path, error) from error
+
+
+def inputs_of(texts: Iterable[SourceInput]) -> str:
+    """Return a mark of the input of several sources."""
+    return fingerprint([each.stamps for each in texts])
+
+
+def learn_tokenizer(preparation: Preparation) -> TextTokenizer:
+    """Learn a tokenizer from the training documents, or from a sample of them where they are large."""
+    sample = _training_sample(preparation)
+    share = f"all {sample.seen_bytes:,} bytes of training text"
+    if sample.kept_bytes < sample.seen_bytes:
+        share = (
+            f"{sample.kept_bytes:,} of {sample.seen_bytes:,} bytes of training text, chosen by a hash of "
+            "their content (`tokenizer_sample_bytes`)"
+        )
+    rank_zero_info(f"learning a tokenizer of {preparation.vocab_size} ids from {share}")
+    return TextTokenizer.train(sample.texts(), preparation.vocab_size)
+
+
+def _training_sample(preparation: Preparation) -> TextSample:
+    problems = Problems(preparation.on_error)
+    sample = TextSample(preparation.tokenizer_sample_bytes)
+    for source in preparation.text:
+        for document in source.read(problems):
+            if preparation.split_of(source, document.digest) == "train":
+                for piece in TextTokenizer.pieces_to_learn(document.parts()):
+                    sample.add(piece)
+    return sample
+
+
+def mark_of(tokenizer: TextTokenizer | None) -> str | None:
+    """Return what a store says of the tokenizer that wrote it."""
+    return None if tokenizer is None else tokenizer.fingerprint

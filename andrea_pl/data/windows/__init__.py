@@ -1,0 +1,1 @@
+"""Sequences become windows: samplers, packing into micro-batches, loaders that resume."""

@@ -1,0 +1,1 @@
+"""What made an update bad: detection, replay, attribution to sequences, and the report."""

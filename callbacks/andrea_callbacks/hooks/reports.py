@@ -1,0 +1,141 @@
+"""What a module reports of an update it made, and the callbacks that follow these reports."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from typing_extensions import override
+
+from andrea_callbacks.hooks.protocols import FinalizesUpdates, TakesReports
+from andrea_callbacks.hooks.scalars import ScalarCallback
+
+Outcome = Literal["applied", "empty", "nonfinite_skip", "scaler_skip", "nonfinite_raise", "pending"]
+"""What became of an update: it changed weights; it had no label; a NaN or Inf, or a GradScaler's overflow,
+made
+it change nothing; a NaN or Inf stops the run; or the device has not told yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UpdateReport(Mapping[str, Any]):
+    """The report of one update. It is a mapping as well, of the fields that are known.
+
+    Args:
+        update: The update, from 1.
+        outcome: What became of it; `pending` only in what `training_step` returns.
+        loss: Token mean, 0-d; None where there was no label.
+        tokens: Label tokens over all ranks; a 0-d tensor while the outcome is pending.
+        grad_norm: Global L2 norm before clipping, 0-d.
+        grad_norm_clipped: Global L2 norm after clipping, 0-d.
+        clip_coefficient: What the gradients were multiplied by, 0-d.
+        lr: Learning rate of the first parameter group, the one that this update used; None where the
+            optimizer sets its rate itself.
+        clip_seconds: Seconds that the host spent on measuring and clipping.
+        skipped: Updates so far that changed no weight.
+        loss_scale: The GradScaler's scale; None without one.
+        nonfinite: Which loss, gradient or tensor was not finite; None where all were.
+        source_losses: Token mean of each source, by `source_id`, None for one without a token; None for a
+            single source.
+        source_tokens: Label tokens of each source, likewise.
+        extra: Whatever else a module of another project reports, by name.
+    """
+
+    update: int
+    outcome: Outcome = "applied"
+    loss: Tensor | float | None = None
+    tokens: int | Tensor = 0
+    grad_norm: Tensor | float | None = None
+    grad_norm_clipped: Tensor | float | None = None
+    clip_coefficient: Tensor | float | None = None
+    lr: float | None = None
+    clip_seconds: float | None = None
+    skipped: int | None = None
+    loss_scale: float | None = None
+    nonfinite: str | None = None
+    source_losses: Sequence[float | None] | None = None
+    source_tokens: Sequence[int] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @classmethod
+    def of(cls, report: Mapping[str, Any]) -> "UpdateReport":
+        """Return a report that a module of any project gives as a mapping."""
+        if isinstance(report, UpdateReport):
+            return report
+        known = {name: report[name] for name in FIELDS if name in report}
+        return cls(**known, extra={name: value for name, value in report.items() if name not in FIELDS})
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the update changed weights."""
+        return self.outcome == "applied"
+
+    def __getitem__(self, name: str) -> Any:
+        value = getattr(self, name) if name in FIELDS else self.extra[name]
+        if value is None:
+            raise KeyError(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (name for name in FIELDS if getattr(self, name) is not None)
+        yield from self.extra
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+FIELDS = tuple(each.name for each in fields(UpdateReport) if each.name != "extra")
+"""The names by which a report is a mapping."""
+
+
+def spell_nonfinite(fault: str | None) -> str:
+    """Return "… is not finite", or "… are not finite" where a fault names several things."""
+    return f"{fault} {'are' if ' and the gradient of ' in (fault or '') else 'is'} not finite"
+
+
+def publish_report(trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
+    """Hand the report of an update to the datamodule, and then to every callback, that takes reports."""
+    report = UpdateReport.of(report)
+    takers = [cast(Any, trainer).datamodule, *cast("list[Callback]", cast(Any, trainer).callbacks)]
+    for taker in takers:
+        if isinstance(taker, TakesReports):
+            taker.take_report(trainer, report)
+
+
+def finalize_updates(pl_module: pl.LightningModule) -> None:
+    """Have a module publish the report of its last update, where its outcome was not known yet."""
+    if isinstance(pl_module, FinalizesUpdates):
+        pl_module.finalize_update()
+
+
+class ReportCallback(ScalarCallback):
+    """A callback that takes the report of every update once, that of an update which raised included."""
+
+    def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
+        """Take a report, which may be a plain mapping, from a module of any project."""
+        self.on_report(trainer, UpdateReport.of(report))
+
+    def on_report(self, trainer: pl.Trainer, report: UpdateReport) -> None:
+        """Do what there is to do with a report; `report.update` is its step."""
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """See to it that the epoch's last update is known."""
+        finalize_updates(pl_module)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """See to it that the last update is known, and write it."""
+        finalize_updates(pl_module)
+        super().on_train_end(trainer, pl_module)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Write the last update, if the device can still tell what became of it."""
+        with suppress(Exception):
+            finalize_updates(pl_module)
+        super().on_exception(trainer, pl_module, exception)
