@@ -1,4 +1,4 @@
-"""Old names that keep working for one minor version, with a note on what to write instead."""
+"""Keeps old names working for one minor version, with a warning that gives the new name."""
 
 import warnings
 from collections.abc import Callable
@@ -21,9 +21,9 @@ def old_name(name: str, function: Function) -> Function:
 
 
 def old_options(**renamed: str) -> Callable[[Target], Target]:
-    """Have a class or a function take options by old names as well: `@old_options(lr_floor="min_lr_ratio")`.
+    """Make a class or a function accept options by old names too: `@old_options(lr_floor="min_lr_ratio")`.
 
-    The command translates configurations by a table of its own, `andrea_pl.cli.renamed`.
+    The command translates configurations with its own table, `andrea_pl.cli.renamed`.
 
     Raises:
         TypeError: In the call, if an option is given by both names.

@@ -1,8 +1,8 @@
-"""The one kind of error that is the user's to mend, told apart from a fault of ours."""
+"""The error for everything that the user can fix, as opposed to a bug in this library."""
 
 
 class UserError(ValueError):
-    """Something in the input, the configuration or the machine that the user can put right.
+    """Something is wrong with the input, the configuration or the machine, and the user can fix it.
 
     The message names the file, key or value and what to do. The command prints it without a traceback.
     """

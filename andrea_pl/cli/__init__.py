@@ -1,6 +1,6 @@
 """The command `andrea`, from the words on a command line to an exit code.
 
-app ─────> arguments ──> parser ──> configuration files, paths      what may be given, refused in one line
+app ─────> arguments ──> parser ──> configuration files, paths      options; errors are one line
     ─────> trainer ────> runs, language, data                       fit, validate, test, predict, prepare
     ─────> commands                                                 generate, export, build-extension
 """

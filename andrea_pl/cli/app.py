@@ -1,4 +1,4 @@
-"""LightningCLI with a fixed model and data class: it finds the checkpoint, takes the folders, and runs."""
+"""LightningCLI with a fixed model and data class: finds the checkpoint, acquires the folders, and runs."""
 
 import json
 from pathlib import Path
@@ -41,23 +41,23 @@ from andrea_pl.runs.settings import KEY as SETTINGS_KEY
 from andrea_pl.runs.settings import compare_settings
 
 LIGHTNING_KEYWORDS = ("best", "last", "hpc", "registry")
-"""What Lightning takes for a checkpoint besides a path."""
+"""Words that Lightning accepts for a checkpoint besides a path."""
 
 
 class StopReason(Callback):
-    """Notes the event by which a callback stopped the run."""
+    """Records the event by which a callback stopped the run."""
 
     event: RunEvent | None = None
 
     def take_event(self, trainer: pl.Trainer, event: RunEvent) -> None:
-        """Keep an event that says so."""
+        """Keep an event that stops the run."""
         del trainer
         if event.details.get("stops"):
             self.event = event
 
 
 class AndreaCLI(LightningCLI):
-    """LightningCLI with a fixed model and data class; a checkpoint can slip nothing in."""
+    """LightningCLI with a fixed model and data class; a checkpoint cannot change the configuration."""
 
     def __init__(self, args: list[str]) -> None:
         self.stop_reason = StopReason()
@@ -84,7 +84,7 @@ class AndreaCLI(LightningCLI):
     @staticmethod
     @override
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommands that run with a trainer, and the arguments that are filled in."""
+        """Return the subcommands that need a trainer, and the arguments that the command fills in."""
         return {**LightningCLI.subcommands(), "prepare": {"model", "datamodule"}}
 
     @override
@@ -102,24 +102,24 @@ class AndreaCLI(LightningCLI):
     def _prepare_subcommand_parser(
         self, klass: type, subcommand: str, **kwargs: Any
     ) -> LightningArgumentParser:
-        """Leave options out of subcommands that are not called: making them takes the longest of all."""
+        """Add options only to the called subcommand, since adding them takes most of the start-up time."""
         if self._called in (None, subcommand):
             return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         return self.init_parser(**kwargs)
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Say in every help what a configuration may name."""
+        """Explain in every help text which classes a configuration may name."""
         kwargs["epilog"] = TRUST_HELP
         kwargs["allow_abbrev"] = False
         return super().init_parser(**kwargs)
 
     @override
     def instantiate_classes(self) -> None:
-        """Say what a class refuses in one line.
+        """Instantiate the classes; turn a class's refusal into one line.
 
-        Classes get paths expanded; what is saved of the configuration has them as they were written, so that
-        it runs in another home folder too.
+        Classes receive expanded paths. The saved configuration keeps them as written, so that it also works
+        in another home folder.
         """
         self._as_written = self.config
         self.config = self.config.clone()
@@ -136,7 +136,7 @@ class AndreaCLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Add the bar and the final report, where the user gave none of their kind."""
+        """Add the progress bar and the final report, unless the user configured their own."""
         self.config = self._as_written
         config = self._get(self.config_init, "trainer", default={})
         strategy = _named_strategy(config.get("strategy"))
@@ -177,7 +177,7 @@ class AndreaCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse; commands without a trainer go their own way, and must be the first word."""
+        """Parse. A command without a trainer must be the first word, and is run on its own."""
         super().parse_arguments(parser, args)
         name: str = cast(Any, self.config)["subcommand"]
         if name in STANDALONE:
@@ -186,7 +186,7 @@ class AndreaCLI(LightningCLI):
 
     @override
     def after_instantiate_classes(self) -> None:
-        """Find the checkpoint that is used, then take the run's folders, before loggers open files there."""
+        """Find the checkpoint to use, then acquire the run's folders before loggers open files there."""
         if self.subcommand != "prepare":
             cast(LanguageModule, self.model).build_network(self.datamodule)  # --init_from has weights for it
         options = self.config_init[cast(str, self.subcommand)]
@@ -211,7 +211,7 @@ class AndreaCLI(LightningCLI):
             self.folders.take(self.trainer, trains=self.subcommand == "fit")
 
     def _use_checkpoint(self, path: str, is_resumed: bool) -> None:
-        """Compare a checkpoint's settings where it is resumed from; prepare text with its tokenizer."""
+        """Compare the settings of a resumed checkpoint; prepare the text with its tokenizer."""
         if path in LIGHTNING_KEYWORDS:
             raise UserError(
                 f"--ckpt_path {path}: Lightning takes that for a word of its own, which may find nothing and "
@@ -233,7 +233,7 @@ class AndreaCLI(LightningCLI):
         choose_text(cast(TextDataModule, self.datamodule), checkpoint, path, block.tokenizer, is_resumed)
 
     def _find_run(self, given: str | None, is_free: bool) -> Continuation | None:
-        """Return the run that is gone on with: the one given, or that of a job which SLURM requeued."""
+        """Return the run to continue: the given one, or that of a requeued SLURM job."""
         if given is not None:
             return find_run(self.trainer, given, self._lock)
         return requeued_run(self.trainer, self._lock) if is_free else None
@@ -245,16 +245,16 @@ class AndreaCLI(LightningCLI):
         return cast("list[Callback]", cast(Any, self.trainer).callbacks)
 
     def before_fit(self) -> None:
-        """Say how large the model is."""
+        """Print the number of parameters."""
         module = cast(LanguageModule, self.model)
         print(f"parameters: {module.network.count_parameters():,}")
 
     def after_validate(self) -> None:
-        """Say how it went."""
+        """Print the figures."""
         self._print_metrics()
 
     def after_test(self) -> None:
-        """Say how it went."""
+        """Print the figures."""
         self._print_metrics()
 
     def _print_metrics(self) -> None:
@@ -262,7 +262,7 @@ class AndreaCLI(LightningCLI):
             print(f"{name}: {float(value):.6g}")
 
     def predict(self, **kwargs: Any) -> None:
-        """Write predictions as JSON lines in the trainer's root folder, those of all ranks in one file."""
+        """Write the predictions of all ranks into one file of JSON lines in the trainer's root folder."""
         path = Path(self.trainer.default_root_dir) / "predictions.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         batches = cast("list[list[dict[str, Any]]]", self.trainer.predict(**kwargs)) or []
@@ -280,11 +280,11 @@ class AndreaCLI(LightningCLI):
 
     @override
     def _parse_ckpt_path(self) -> None:
-        """Take nothing from a checkpoint into the configuration: flags and files alone decide."""
+        """Do nothing: options come only from flags and files, never from a checkpoint."""
 
 
 def _named_strategy(name: Any) -> Strategy | None:
-    """Return the strategy of a class path without options, which the parser takes for a registered name."""
+    """Return the strategy for a class path without options, which the parser takes for a registered name."""
     if not isinstance(name, str):
         return None
     module, _, kind = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""The command's arguments before the parser sees them: what may be reached, and what is shorthand."""
+"""Prepares the command's arguments for the parser: trusted imports, and shorthand flags."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -34,11 +34,11 @@ TRUSTED_IMPORTS = [
     "lightning.pytorch.strategies",
     "torch.optim",
 ]
-"""What a configuration file may name as a class."""
+"""Packages whose classes a configuration file may name."""
 
 DRIFT_FLAG = "--allow_drift"
 ALONE = {"--resume": NEWEST, "--verify": "true", "--prune": "true"}
-"""What flags mean that no value follows."""
+"""Values of flags that are given without a value."""
 
 TRUST_HELP = (
     f"A configuration may name classes of {', '.join(TRUSTED_IMPORTS)}; {TRUST_FLAG} NAME on the command "
@@ -50,23 +50,23 @@ CLIP_STRATEGIES: dict[str, type[Strategy]] = {
     each.strategy_name: each
     for each in (ClipSingleDeviceStrategy, ClipDDPStrategy, ClipModelParallelStrategy)
 }
-"""The strategies that carry the clip hook, by the names they are registered under."""
+"""The strategies with the clip hook, by their registered names."""
 
 REPLACED_WHOLE = {"data.sources": "[]", "data.curriculum.mixture": "null", "trainer.callbacks": "[]"}
-"""Keys whose later value has nothing of an earlier one, and what they are emptied by."""
+"""Keys whose later value replaces an earlier one entirely, and their empty values."""
 
 
 SPEC_WORDS = ("class_path", "init_args", "dict_kwargs")
 
 
 def restrict(arguments: list[str]) -> list[str]:
-    """Close what a configuration file could reach; take the names that the user trusts.
+    """Restrict what a configuration file can import, and prepare the arguments.
 
     Returns:
-        The arguments as the parser takes them.
+        The arguments for the parser.
 
     Raises:
-        UserError: If a configuration is empty or no text, or a flag lacks its value.
+        UserError: If a configuration is empty or not text, or a flag lacks its value.
     """
     arguments = translate_arguments(arguments)
     kept, trusted = _take(TRUST_FLAG, "the name of a module or package", arguments)
@@ -90,7 +90,7 @@ def restrict(arguments: list[str]) -> list[str]:
 
 
 def _take(flag: str, what: str, arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Take a flag that may be given several times out of the arguments; return the rest, and its values."""
+    """Return the arguments without a flag that may occur several times, and the flag's values."""
     kept: list[str] = []
     values: list[str] = []
     rest = iter(arguments)
@@ -108,7 +108,7 @@ def _take(flag: str, what: str, arguments: list[str]) -> tuple[list[str], list[s
 
 
 def _complete(arguments: list[str]) -> list[str]:
-    """Give the flags that may stand alone the value that they have then."""
+    """Add the default values to flags that are given without a value."""
     following = [*arguments[1:], "-"][: len(arguments)]
     return [
         f"{argument}={ALONE[argument]}" if argument in ALONE and after.startswith("-") else argument
@@ -117,21 +117,21 @@ def _complete(arguments: list[str]) -> list[str]:
 
 
 def configurations(arguments: list[str]) -> list[str]:
-    """Return the configuration files that a command line names, each once; one may be given as text."""
+    """Return the configuration files on a command line, each once, without those given as text."""
     paths = [value for flag, value in flag_values(arguments) if f"--{flag}" in CONFIG_FLAGS or flag == "c"]
     return [path for path in dict.fromkeys(paths) if path and not _is_text(path)]
 
 
 def _is_text(value: str) -> bool:
-    """Say whether a configuration is given as text in place of a file."""
+    """Return whether a configuration is given as text instead of a file."""
     return value.lstrip().startswith("{") or "\n" in value or ": " in value
 
 
 def _read_with_included(path: str, including: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Read a configuration, and look at those that it names by its own key `config`.
+    """Read a configuration, and check those that its key `config` includes.
 
     Raises:
-        UsageError: If one cannot be parsed, or names itself.
+        UsageError: If one cannot be parsed, or includes itself.
     """
     if path in including:
         raise UsageError(f"{path}: the key config leads back to this file; remove it")
@@ -168,7 +168,7 @@ def _expand_configurations(arguments: list[str]) -> list[str]:
 
 
 def _refuse_mistyped_words(contents: Mapping[str, Any]) -> None:
-    """Refuse a key that is nearly `class_path` or `init_args`, which the parser takes for something else."""
+    """Refuse a misspelt `class_path` or `init_args`, which the parser would take for something else."""
     for path, content in contents.items():
         for key in _keys_of(content):
             near = nearest(key, SPEC_WORDS, likeness=0.85)
@@ -187,7 +187,7 @@ def _keys_of(value: Any) -> Iterator[str]:
 
 
 def _replace_whole(arguments: list[str], contents: Mapping[str, Any]) -> list[str]:
-    """Have a later value replace an earlier one where the parser would mix both: lists item by item, say."""
+    """Make a later value replace an earlier one where the parser would merge both, such as lists by item."""
     replaced: list[str] = []
     given: set[str] = set()
     for place, argument in enumerate(arguments):
@@ -204,7 +204,7 @@ def _replace_whole(arguments: list[str], contents: Mapping[str, Any]) -> list[st
 
 
 def _has(content: Any, key: str) -> bool:
-    """Say whether nested mappings have a dotted key; options of a class alone, without its path, are none."""
+    """Return whether nested mappings have a dotted key. Options of a class without its path do not count."""
     for part in key.split("."):
         if not isinstance(content, dict) or part not in content:
             return False
@@ -213,7 +213,7 @@ def _has(content: Any, key: str) -> bool:
 
 
 def _name_strategy_class(arguments: list[str], contents: Mapping[str, Any]) -> list[str]:
-    """Write the class where one of our strategies is named and the command line gives it options."""
+    """Replace a strategy's registered name by its class if the command line gives it options."""
     flag = "--trainer.strategy"
     options = [place for place, argument in enumerate(arguments) if argument.startswith(f"{flag}.")]
     if not options:
@@ -232,13 +232,13 @@ def _name_strategy_class(arguments: list[str], contents: Mapping[str, Any]) -> l
 
 
 def class_path(name: str) -> str:
-    """Return the class path of one of our strategies, and any other name as it is."""
+    """Return the class path of one of our strategies, and any other name unchanged."""
     found = CLIP_STRATEGIES.get(name)
     return name if found is None else f"{found.__module__}.{found.__qualname__}"
 
 
 def _configured_strategy(contents: Mapping[str, Any]) -> str | None:
-    """Return the strategy that the last configuration file names, if any names one."""
+    """Return the strategy that the last configuration file names, or None."""
     name: str | None = None
     for content in contents.values():
         trainer = cast("dict[str, Any]", content).get("trainer")

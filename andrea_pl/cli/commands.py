@@ -19,7 +19,7 @@ from andrea_pl.optim import build_extension
 from andrea_pl.optim.extension import canonical_target, load_extension
 
 SEEDS = (-(2**63), 2**64 - 1)
-"""The least and the largest seed that torch's generators take."""
+"""The smallest and the largest seed of torch's generators."""
 
 
 def generate_text(
@@ -32,17 +32,17 @@ def generate_text(
     seed: int = 0,
     device: str = "cpu",
 ) -> None:
-    """Continue a prompt with the model and the tokenizer of a checkpoint; nothing else is needed.
+    """Continue a prompt. The checkpoint holds everything that this needs.
 
     Args:
         ckpt_path: A checkpoint that `andrea fit` wrote.
         prompt: The text to continue; empty to start a document.
-        max_new_tokens: Most tokens to write; less where the document ends before.
+        max_new_tokens: Maximum number of tokens; fewer if the document ends earlier.
         temperature: Divides the logits; 0 always takes the likeliest token.
-        top_k: Draw only from the k likeliest tokens.
-        top_p: Draw only from the likeliest tokens that together reach this probability.
-        seed: The same seed writes the same text.
-        device: Where the model runs, such as cpu or cuda.
+        top_k: Sample only from the k likeliest tokens.
+        top_p: Sample only from the likeliest tokens that together reach this probability.
+        seed: The same seed gives the same text.
+        device: Device for the model, such as cpu or cuda.
 
     Raises:
         UserError: If a value is out of range, or the checkpoint cannot be used.
@@ -67,10 +67,10 @@ def generate_text(
 
 
 def build_extensions(architectures: list[str]) -> None:
-    """Build the clip extension ahead of time, and say where it lies.
+    """Build the clip extension ahead of time, and print its path.
 
     Args:
-        architectures: CUDA architectures, such as sm_90; the part for CPUs is built in any case.
+        architectures: CUDA architectures, such as sm_90. The CPU part is always built.
     """
     targets = ["cpu", *map(canonical_target, architectures)]
     for target in targets:

@@ -1,4 +1,4 @@
-"""Configuration files before the parser sees them: read, bounded, and refused in one line."""
+"""Reads and checks configuration files before the parser sees them; errors are one line."""
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
@@ -12,28 +12,28 @@ from andrea_pl.cli.renamed import UsageError, note_renamed, translate
 from andrea_pl.errors import UserError
 
 DEEPEST = 100
-"""Levels of nesting; the shipped configurations have six."""
+"""Maximum levels of nesting; the shipped configurations have six."""
 
 MOST_REPEATED = 100_000
-"""Values that aliases may stand for. A file of a few lines could name billions."""
+"""Maximum number of values after expanding aliases. A file of a few lines could stand for billions."""
 
 MOST_BYTES = 64 * 2**20
 
 CONFIG_FLAGS = ("-c", "--config")
 
 ROOTS = ("model", "data", "trainer")
-"""Keys of a configuration below which options lie; any other mapping may be a subcommand's."""
+"""Top-level keys with options below them; any other mapping may belong to a subcommand."""
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _load = cast("Callable[[str], Any]", get_loader("yaml"))
 
 
 def read_configuration(given: str) -> dict[str, Any]:
-    """Read a configuration file; a pipe, which can be read only once, is left to the parser, and empty here.
+    """Read a configuration file. A pipe, which can be read only once, is left to the parser and empty here.
 
     Raises:
-        UsageError: If there is no such file, or it is no YAML that a configuration can be.
-        UserError: If it is empty, or is no text.
+        UsageError: If there is no such file, or it is not valid YAML for a configuration.
+        UserError: If it is empty, or not text.
     """
     if "://" in given:
         raise UsageError(f"{given}: a configuration is not fetched from anywhere; download it first")
@@ -60,7 +60,7 @@ def read_configuration(given: str) -> dict[str, Any]:
 
 
 def translate_roots(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration, which may be nested under a subcommand, with new names in place of old ones."""
+    """Return a configuration, which may be nested under a subcommand, with old names replaced."""
     translated = cast("dict[str, Any]", translate(content, note_renamed))
     for name, part in translated.items():
         if isinstance(part, dict) and name not in ROOTS:
@@ -69,7 +69,7 @@ def translate_roots(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def bound_values() -> None:
-    """Have the parser refuse values that would take for ever, on the command line as in files."""
+    """Make the parser refuse values that would take forever, on the command line and in files."""
     set_loader("yaml", _load_bounded, exceptions=(yaml.YAMLError,))
 
 
@@ -89,7 +89,7 @@ def _compose(text: str) -> yaml.Node | None:
 
 
 class _TooMuch(yaml.MarkedYAMLError):
-    """A document that is small and stands for something huge."""
+    """A small document that expands to something huge."""
 
 
 def _read_text(path: Path) -> str:
@@ -115,7 +115,7 @@ def _read_text(path: Path) -> str:
 
 
 def _nearest_file(path: Path) -> str:
-    """Return a hint at a file that was meant."""
+    """Return a hint at the file that was probably meant."""
     if path.is_dir():
         names = sorted(each.name for each in path.glob("*.yaml"))[:3]
         return f"; it holds {', '.join(names)}" if names else ""
@@ -125,7 +125,7 @@ def _nearest_file(path: Path) -> str:
 
 
 def _check_nesting(text: str) -> None:
-    """Refuse what is nested too deeply, before anything recurses over it."""
+    """Refuse a document that is nested too deeply, before anything recurses over it."""
     depth = 0
     fault = f"nested more than {DEEPEST} levels deep"
     try:
@@ -140,11 +140,11 @@ def _check_nesting(text: str) -> None:
 
 
 def _check_node(root: yaml.Node | None, *, duplicates: bool = False) -> None:
-    """Refuse keys that are given twice, aliases within themselves, and aliases of aliases without end.
+    """Refuse duplicate keys, aliases that contain themselves, and aliases that expand to too many values.
 
     Args:
-        root: The document, None where there is none.
-        duplicates: Whether a key given twice is passed over.
+        root: The document, or None.
+        duplicates: Whether duplicate keys are allowed.
     """
     sizes: dict[int, int] = {}
     inside: set[int] = set()
@@ -184,7 +184,7 @@ def _parts(node: yaml.Node, duplicates: bool) -> list[yaml.Node]:
 
 
 def _explain(path: Path, text: str, error: yaml.YAMLError) -> str:
-    """Return file, line and fault, without any of the file's own text around it."""
+    """Return file, line and fault, without the file's own text."""
     mark = cast("yaml.Mark | None", getattr(error, "problem_mark", None))
     fault = str(getattr(error, "problem", None) or _one_line(error))
     if mark is None:
@@ -211,7 +211,7 @@ def _one_line(error: Exception) -> str:
 
 
 def flag_values(arguments: list[str]) -> list[tuple[str, str]]:
-    """Return the flags of a command line, without their dashes, with the value of each."""
+    """Return the flags of a command line, without dashes, with their values."""
     following = [*arguments, ""][1:]
     values: list[tuple[str, str]] = []
     for argument, after in zip(arguments, following, strict=True):
@@ -222,7 +222,7 @@ def flag_values(arguments: list[str]) -> list[tuple[str, str]]:
 
 
 def strings_of(value: Any, key: str = "") -> list[tuple[str, str]]:
-    """Return every string within nested mappings and lists, with its dotted key."""
+    """Return every string in nested mappings and lists, with its dotted key."""
     if isinstance(value, str):
         return [(key, value)]
     found: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""Faults of the machine that libraries report in words of their own, or inside somebody else's error."""
+"""Recognises faults of the machine that libraries report in their own words or inside other errors."""
 
 import locale
 import re
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 WORKER = re.compile(r"DataLoader worker \(pid\(?s?\)? ?([\d, ]+)\)(?: is killed by signal: ([\w ]+)| exited)")
-"""What torch says of a process that reads ahead and is gone. It may say so within any call of the run."""
+"""torch's message about a dead DataLoader worker. Any call of the run may raise it."""
 
 
 def dead_worker(error: BaseException) -> str | None:
-    """Return what to say where a process that reads ahead has died, None for an error about something else.
+    """Return a message if a DataLoader worker has died, None for other errors.
 
     Args:
-        error: Whatever ended the run. Its causes are looked through: torch raises wherever the run just was.
+        error: The error that ended the run. Its causes are searched, since torch may raise in any call.
     """
     for each in _chain(error):
         found = WORKER.search(str(each))
@@ -38,14 +38,14 @@ def dead_worker(error: BaseException) -> str | None:
 
 
 def _is_cut_connection(error: BaseException) -> bool:
-    """Say whether a loader lost the connection to a process before torch noticed that it was gone."""
+    """Return whether a loader lost the connection to a worker before torch noticed that it was dead."""
     return isinstance(error, (ConnectionError, EOFError)) and any(
         Path(frame.filename).name == "dataloader.py" for frame in traceback.extract_tb(error.__traceback__)
     )
 
 
 def encoding_hint() -> str:
-    """Return what to do about text where this process takes it for an encoding that cannot hold it."""
+    """Return advice if this process uses an encoding that cannot represent the text."""
     encoding = locale.getpreferredencoding(False)
     is_whole = encoding.lower().replace("-", "").replace("_", "") == "utf8"
     return "" if is_whole else f"; this process takes text for {encoding}: set PYTHONUTF8=1"

@@ -1,7 +1,7 @@
-"""Ctrl-C while the command imports torch and Lightning, which takes seconds: no traceback, exit code 130.
+"""Handles Ctrl-C while the command imports torch and Lightning for seconds: no traceback, exit code 130.
 
-Imports nothing that takes time. `andrea_pl` calls `quieten_interrupts` before it imports anything else, which
-the command cannot do itself: by the time its first line runs, the package is imported.
+This file imports nothing slow. `andrea_pl` itself calls `quieten_interrupts` before its other imports, since
+the package is already imported when the command's first line runs.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ EXIT_INTERRUPTED = 130
 
 
 def quieten_interrupts() -> None:
-    """Have Ctrl-C end this process at once, if it is the command and nobody else has taken the signal."""
+    """Make Ctrl-C end this process at once, if it is the command and the signal has no other handler."""
     if not _is_command() or threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -24,13 +24,13 @@ def quieten_interrupts() -> None:
 
 
 def give_interrupts_back() -> None:
-    """Have Ctrl-C raise KeyboardInterrupt again, where `quieten_interrupts` changed that."""
+    """Make Ctrl-C raise KeyboardInterrupt again, if `quieten_interrupts` changed that."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _is_command() -> bool:
-    """Say whether this process is `andrea`, or `python -m andrea_pl` before it has found that."""
+    """Return whether this process is `andrea`, or `python -m andrea_pl` before Python has set its path."""
     name = PurePath(sys.argv[0]).name if getattr(sys, "argv", None) else ""
     return name in ("andrea", "andrea.exe", "-m")
 

@@ -1,4 +1,4 @@
-"""The full keys of options in messages: a library class's `max_norm` is the command's model.max_norm."""
+"""Writes full keys of options into messages: a library class's `max_norm` is the command's model.max_norm."""
 
 import inspect
 import re
@@ -15,13 +15,13 @@ OWNERS: tuple[tuple[str, type], ...] = (
     ("model", LanguageModule),
     ("data", TextDataModule),
 )
-"""Keys of a configuration and the classes whose options lie below them. The last of two has a shared name."""
+"""Keys of a configuration and the classes with their options. For a shared name the last one wins."""
 
 FLAGS = ("init_from", "resume", "ckpt_path", "allow_drift")
 
 
 def with_full_keys(message: str) -> str:
-    """Return a message of a library class with the options that it quotes by their keys in a configuration.
+    """Return a library class's message with its quoted options replaced by their configuration keys.
 
     Example:
         >>> with_full_keys("`max_norm` must be more than 0; `init_from` takes the weights")

@@ -1,7 +1,7 @@
-"""The entry point: what happened becomes one line on the standard error, and an exit code.
+"""The entry point. Every outcome is one line on standard error and an exit code.
 
 0    done
-1    the user has something to mend: input, configuration, checkpoint, machine
+1    the user must fix something: input, configuration, checkpoint, machine
 2    the arguments or a configuration cannot be parsed
 3    a loss, a gradient or a weight is not finite
 4    a callback stopped the run
@@ -39,12 +39,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: Arguments without the program's name; those of the process when left out.
+        argv: Arguments without the program's name; those of the process by default.
 
     Returns:
-        0; 1 where the user has something to mend; 3 where loss, gradients or weights were not finite; 4 where
-        a callback stopped the run; 128 and a signal's number where that did. Wrong usage raises
-        SystemExit(2).
+        0; 1 if the user must fix something; 3 if loss, gradients or weights were not finite; 4 if a callback
+        stopped the run; 128 plus the signal's number if a signal did. Wrong usage raises SystemExit(2).
     """
     survive_dead_output()
     start_command()
@@ -89,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _quieten_lightning() -> None:
-    """Leave out what Lightning says that is no news here: advertisements, and advice for other modules."""
+    """Hide messages of Lightning that do not apply here: advertisements, and advice for other modules."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip: For seamless" not in record.getMessage()
     )

@@ -1,4 +1,4 @@
-"""The command's parser: what it refuses is one line with the nearest key, and long lists take linear time."""
+"""The command's parser: errors are one line with the nearest key, and long lists take linear time."""
 
 import dataclasses
 import difflib
@@ -18,14 +18,14 @@ from andrea_pl.cli.paths import is_path_key
 from andrea_pl.data.sources.documents import TextSource
 
 RECORDS: dict[str, type] = {"data.sources": TextSource}
-"""Keys that hold a list of records, which may be long. The parser takes quadratic time for such a list, and
+"""Keys with a list of records, which may be long. jsonargparse takes quadratic time for such a list, and
 checks it seven times."""
 
 TRUST_FLAG = "--trust_imports"
 LIBRARY_REMEDY = "Add the import path to import_path_allowlist in set_parsing_settings to allow it"
 
 LONGEST = 600
-"""Characters of a message; what follows is the parser's account of what else a value is not."""
+"""Maximum length of a message. The parser's list of other types that a value is not is cut off."""
 
 NOISE = (
     r" *- Problem with given class_path 'lightning.Callback':\n.*\n",
@@ -35,7 +35,7 @@ NOISE = (
     # what every class is told to be, for a class whose own fault is named already
     r"(?<=\n) *- Not a valid subclass of \w+.*\n *Subclass types expect one of:(?:\n *- .*)*",
 )
-"""What the parser says besides the fault itself."""
+"""Parts of the parser's messages besides the fault itself."""
 
 UNKNOWN = re.compile(
     r"(?P<said>(?:Subcommand '\w+'|Option|Group '(?P<group>[\w.]+)')(?: does not accept option)? "
@@ -48,15 +48,15 @@ ATTRIBUTE = r"module '([\w.]+)' has no attribute '(\w+)'"
 PARSER_KEY = r'Parser key "([^"]+)":?'
 CLASS_PATH = r"Problem with given class_path '([^']+)':"
 UNEXPECTED = r"(?s)Unexpected config: .*"
-"""Other texts of the parser. tests/cli/test_parser.py has it say each of them."""
+"""Other messages of the parser. tests/cli/test_parser.py provokes each of them."""
 
 
 class RefusedArguments(SystemExit):
-    """What the parser does not take: exit code 2.
+    """The parser refused the arguments: exit code 2.
 
     Args:
-        message: What the parser said.
-        program: The command whose help lists what can be given.
+        message: The parser's message.
+        program: The command whose help lists the options.
     """
 
     def __init__(self, message: str, program: str) -> None:
@@ -66,19 +66,19 @@ class RefusedArguments(SystemExit):
 
 
 class CommandParser(LightningArgumentParser):
-    """Keeps the list of subcommands at hand, for those that LightningCLI does not know."""
+    """A parser that keeps its subcommands, so that commands unknown to LightningCLI can be added."""
 
     subcommand_action: Any = None
 
     @override
     def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
-        """Add the list."""
+        """Add the subcommands, and keep their action."""
         self.subcommand_action = super().add_subcommands(*args, **kwargs)
         return self.subcommand_action
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Refuse in one line, with the nearest key and how a module is trusted."""
+        """Raise an error of one line, with the nearest key and the flag that trusts a module."""
         parser = cast(CommandParser, getattr(ex, "subcommand_parser", None) or self)
         message = with_nearest(message, parser.known_keys())
         if not self.exit_on_error:
@@ -87,7 +87,7 @@ class CommandParser(LightningArgumentParser):
         raise RefusedArguments(message, program) from ex
 
     def known_keys(self) -> list[str]:
-        """Return every key that the parser takes."""
+        """Return every key that the parser accepts."""
         return [str(action.dest) for action in self._actions if action.dest not in ("help", "==SUPPRESS==")]
 
     def _check_value_key(
@@ -100,7 +100,7 @@ class CommandParser(LightningArgumentParser):
         return [self._check_record(action, record, item, f"{key}[{at}]") for at, item in enumerate(items)]
 
     def _check_record(self, action: Any, record: type, item: Any, key: str) -> Any:
-        """Check one record by itself; one whose values have their types already needs no conversion."""
+        """Check a single record. One whose values already have their types needs no conversion."""
         ready = as_record(record, item)
         if ready is not None:
             return ready
@@ -112,11 +112,11 @@ class CommandParser(LightningArgumentParser):
 
 
 def as_record(record: type, item: Any) -> Namespace | None:
-    """Return a record as the parser would, None where that has something to convert, to refuse or to merge.
+    """Return a record as the parser would, None if the parser would have to convert, refuse or merge a value.
 
     Args:
         record: A dataclass.
-        item: A mapping of its values, or a namespace that has all of them already.
+        item: A mapping of its values, or a namespace that already has all of them.
     """
     if isinstance(item, Namespace):
         options = cast("dict[str, Any]", vars(item.get("init_args", item)))
@@ -155,7 +155,7 @@ def _hints(record: type) -> dict[str, Any]:
 
 
 def _is_of(value: Any, hint: Any) -> bool:
-    """Say whether a value has a type as it stands."""
+    """Return whether a value has a type without conversion."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return any(_is_of(value, each) for each in get_args(hint))
@@ -182,19 +182,19 @@ def with_nearest(message: str, known: Iterable[str]) -> str:
 
 
 def nearest(key: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
-    """Return the known key that an unknown one is most like, None where none is like it.
+    """Return the known key most similar to an unknown one, None if none is similar.
 
     Args:
-        key: What was given.
-        known: What there is.
-        likeness: Least ratio of what both have in common, as difflib counts it.
+        key: The unknown key.
+        known: The known keys.
+        likeness: Least similarity ratio, as difflib computes it.
     """
     close = difflib.get_close_matches(key, list(known), n=1, cutoff=likeness)
     return close[0] if close else None
 
 
 def _with_nearest_choice(message: str) -> str:
-    """Do the same for a subcommand, and for a class of a module."""
+    """Return a message about an unknown subcommand, or class of a module, with the nearest known one."""
     choice, missing = re.search(CHOICE, message), re.search(ATTRIBUTE, message)
     if choice is not None:
         near = nearest(choice[1], re.findall(r"[\w-]+", choice[2]))
@@ -207,12 +207,12 @@ def _with_nearest_choice(message: str) -> str:
 
 
 def explain(refused: RefusedArguments, given: Iterable[tuple[str, str]]) -> str:
-    """Return one line for what the parser refused.
+    """Return one line about refused arguments.
 
     Args:
-        refused: What it said.
-        given: Every text of the command line and of configuration files, with its key. Where one names a file
-            that was read in place of a value, the line names that file, and nothing of what it holds.
+        refused: The parser's error.
+        given: Every string on the command line and in configuration files, with its key. If one names a file
+            that was read in place of a value, the line names that file, but none of its contents.
     """
     message = refused.message
     read = next(filter(None, (file_in_place(key, given) for key in _named_keys(message))), None)
@@ -227,14 +227,14 @@ def explain(refused: RefusedArguments, given: Iterable[tuple[str, str]]) -> str:
 
 
 def _named_keys(message: str) -> list[str]:
-    """Return the keys that a message is about, the outermost first."""
+    """Return the keys in a message, the outermost first."""
     unknown = UNKNOWN.search(message)
     keys = [re.split(r"[^\w.]", key)[0] for key in re.findall(PARSER_KEY, message)[:1]]
     return keys + ([unknown["key"]] if unknown is not None and unknown["key"] else [])
 
 
 def file_in_place(key: str, given: Iterable[tuple[str, str]]) -> tuple[str, str] | None:
-    """Return key and path of a file given as a value of, above or below a key, None where there is none."""
+    """Return key and path of a file given as the value of a key, or of one above or below it, or None."""
     for other, value in given:
         is_related = other == key or other.startswith(f"{key}.") or key.startswith(f"{other}.")
         if is_related and not is_path_key(other) and is_file(value):
@@ -243,7 +243,7 @@ def file_in_place(key: str, given: Iterable[tuple[str, str]]) -> tuple[str, str]
 
 
 def is_file(value: str) -> bool:
-    """Say whether a text names an existing file, or a device such as /dev/stdin."""
+    """Return whether a text names an existing file, or a device such as /dev/stdin."""
     try:
         path = Path(value).expanduser()
         return path.exists() and not path.is_dir()
@@ -252,7 +252,7 @@ def is_file(value: str) -> bool:
 
 
 def shortened(message: str) -> str:
-    """Return what the parser says as one line, without what is no part of the fault."""
+    """Return the parser's message as one line, reduced to the fault."""
     for noise in NOISE:
         message = re.sub(noise, "", message) or message
     remedy = f"{TRUST_FLAG} NAME allows it, on the command line, if you trust NAME"

@@ -1,7 +1,7 @@
-"""Paths in a configuration and on the command line: what is expanded, and where they may lead.
+"""Expands paths in a configuration and on the command line, and checks where they lead.
 
-Which values are paths is told by their keys (`PATH_WORDS`), and nothing else is touched: a prompt or a
-separator may begin with `~`. Expansion happens here alone, when the command has parsed its arguments.
+A value's key decides whether it is a path (`PATH_WORDS`). Other values, such as a prompt or a separator, may
+begin with `~` and are not changed. Paths are expanded only here, after the command has parsed its arguments.
 """
 
 import os
@@ -30,26 +30,26 @@ PATH_WORDS = frozenset(
         "tokenizer",
     )
 )
-"""A key whose last word is one of these holds a path: `ckpt_path`, `default_root_dir`, `cache_dir` …"""
+"""Last words of keys that hold a path: `ckpt_path`, `default_root_dir`, `cache_dir` …"""
 
 PATH_KEYS = frozenset(("init_from", "config"))
-"""Paths by other keys."""
+"""Other keys that hold a path."""
 
 NOT_PATHS = frozenset(("class_path",))
 
 NAME_KEYS = frozenset(("name", "version", "sub_dir", "filename"))
-"""Keys of loggers, callbacks and profilers whose value is a name within another folder."""
+"""Keys of loggers, callbacks and profilers that hold a name within another folder."""
 
 OURS = ("andrea_callbacks.", "andrea_pl.", "lightning.", "pytorch_lightning.")
-"""Classes whose keys are known; what `name` means to another that the user trusts, that class knows."""
+"""Packages whose keys are known. In other classes, `name` may mean something else."""
 
 LOGGED = ("trainer.logger", "trainer.default_root_dir")
-"""Folders in which a logger expands variables, and nothing else does."""
+"""Folders in which a logger expands variables, but nothing else does."""
 
 PROTOCOLS = frozenset(
     ("file", "local", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"),
 )
-"""Storage that paths may name by a protocol; `--trust_protocols NAME` adds one."""
+"""Protocols of storage that paths may use; `--trust_protocols NAME` adds one."""
 
 PROTOCOL_FLAG = "--trust_protocols"
 
@@ -57,37 +57,38 @@ _trusted: set[str] = set()
 
 
 def trust_protocols(names: Iterable[str]) -> None:
-    """Allow these protocols, and only these, besides `PROTOCOLS`."""
+    """Allow exactly these protocols besides `PROTOCOLS`."""
     _trusted.clear()
     _trusted.update(name.strip().removesuffix("://").lower() for name in names)
 
 
 def is_path_key(key: str) -> bool:
-    """Say whether a dotted key holds a path, by its last part."""
+    """Return whether a dotted key holds a path, by its last part."""
     name = key.rpartition(".")[2]
     return name in PATH_KEYS or (name not in NOT_PATHS and name.rpartition("_")[2] in PATH_WORDS)
 
 
 def resolve(values: Any) -> Any:
-    """Return nested values with every path in them expanded, and every other text as UTF-8.
+    """Return nested values with every path expanded, and every other string as UTF-8.
 
     Args:
         values: Mappings, namespaces with `items`, lists and plain values, as the parser returns them.
 
     Raises:
-        UserError: If a path names a storage or a user that is not known, or a name leads out of its folder.
+        UserError: If a path names an unknown user or a protocol that is not allowed, or a name leaves its
+            folder.
     """
     _refuse_names(values)
     return map_strings(values, _resolved)
 
 
 def expand_home(values: Any) -> Any:
-    """Return nested values with `~` in paths expanded, and nothing said or refused: to compare two runs."""
+    """Return nested values with `~` in paths expanded, without messages or errors, to compare two runs."""
     return map_strings(values, lambda key, value: _home(value) or value if is_path_key(key) else value)
 
 
 def map_strings(value: Any, change: Callable[[str, str], str], key: str = "") -> Any:
-    """Return nested values with each string changed; a list's strings have the list's key."""
+    """Return nested values with a function applied to each string and its key (for lists, the list's key)."""
     if isinstance(value, str):
         return change(key, value)
     if isinstance(value, list):
@@ -104,14 +105,14 @@ def map_strings(value: Any, change: Callable[[str, str], str], key: str = "") ->
 
 
 def expand(path: str, key: str) -> str:
-    """Return a path with `~` as the user's home folder and `~name` as that of `name`.
+    """Return a path with `~` replaced by the user's home folder, and `~name` by that of `name`.
 
     Args:
-        path: As it was given.
-        key: Where, for messages.
+        path: The given path.
+        key: The path's key, for messages.
 
     Raises:
-        UserError: If there is no such user or home folder, or it names a storage that is not allowed.
+        UserError: If there is no such user or home folder, or the path's protocol is not allowed.
     """
     if "\0" in path:
         raise UserError(f"{key}: {path!r} holds a NUL, which no path can")
@@ -134,7 +135,7 @@ def expand(path: str, key: str) -> str:
 
 
 def refuse_protocols(path: str, key: str) -> None:
-    """Refuse a path of a storage that is not allowed, before anybody looks it up.
+    """Refuse a path with a protocol that is not allowed, before anything connects to it.
 
     Raises:
         UserError: If one of its protocols is neither in `PROTOCOLS` nor trusted by the user.
@@ -162,10 +163,10 @@ def protocols_of(path: str) -> list[str]:
 
 
 def refuse_leading_out(name: str, key: str) -> None:
-    """Refuse a name that does not stay in the folder that it is put into.
+    """Refuse a name that would leave its folder.
 
     Raises:
-        UserError: If it climbs, is absolute, or is anything that a logger would expand.
+        UserError: If it contains `..`, is absolute, or is anything that a logger would expand.
     """
     parts = name.replace("\\", "/").split("/")
     fault = None
@@ -191,7 +192,7 @@ def _resolved(key: str, value: str) -> str:
 
 
 def _refuse_names(value: Any, key: str = "") -> None:
-    """Refuse names that lead out of their folder, for every class of ours and of Lightning's."""
+    """Refuse names that leave their folder, for all classes of this library and of Lightning."""
     if isinstance(value, list):
         for each in cast("list[Any]", value):
             _refuse_names(each, key)
@@ -212,12 +213,12 @@ def _parts(value: Any) -> Mapping[str, Any]:
 
 
 def _is_namespace(value: Any) -> bool:
-    """Say whether a value is one of the parser's namespaces."""
+    """Return whether a value is one of the parser's namespaces."""
     return hasattr(value, "__dict__") and hasattr(value, "clone")
 
 
 def as_text(value: str) -> str:
-    """Return an argument as UTF-8 where the process took its bytes for another encoding (`LANG=C`)."""
+    """Return an argument as UTF-8 if the process decoded it with another encoding (`LANG=C`)."""
     if value.isascii():
         return value
     try:
@@ -227,7 +228,7 @@ def as_text(value: str) -> str:
 
 
 def _as_named_on_disk(path: str) -> str:
-    """Return a path as this process can open it, whatever encoding it thinks that names are in."""
+    """Return a path that this process can open, whatever its file-system encoding."""
     try:
         os.fsencode(path)
     except UnicodeEncodeError:
@@ -236,7 +237,7 @@ def _as_named_on_disk(path: str) -> str:
 
 
 def _home(path: str) -> str | None:
-    """Return a path that starts with `~` expanded, None where that cannot be; any other as it is."""
+    """Return a path with `~` expanded, None if that is impossible; other paths unchanged."""
     if not path.startswith("~"):
         return path
     expanded = os.path.expanduser(path)  # noqa: PTH111  pathlib raises, and drops a final slash

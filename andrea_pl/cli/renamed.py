@@ -1,7 +1,7 @@
-"""Old names of options and classes, translated before anything is parsed or compared.
+"""Translates old names of options and classes before anything is parsed or compared.
 
-A configuration, a command line and the settings in a checkpoint may use the old names for one more minor
-version. A name that is given in a configuration or on the command line is noted, once.
+Configurations, command lines and the settings in checkpoints may use the old names for one more minor
+version. An old name in a configuration or on the command line causes one warning.
 """
 
 import json
@@ -24,7 +24,7 @@ OPTIONS = {
     "data.curriculum.hard_clip": "min_clip_coefficient",
     "data.sources.floor": "min_weight",
 }
-"""Old keys of a configuration and the last part of their new ones. Numbers of list items are left out."""
+"""Old keys of a configuration, without list indices, and the last parts of their new keys."""
 
 CLASS_MODULES = {
     "andrea_callbacks": (
@@ -54,7 +54,7 @@ CLASS_MODULES = {
         "update",
     ),
 }
-"""Packages whose classes were named by these modules of theirs; now the package itself names them."""
+"""Old modules in the class paths of each package; now the class path is the package and the class."""
 
 _MOVED = tuple(f"{package}.{module}." for package, modules in CLASS_MODULES.items() for module in modules)
 
@@ -63,7 +63,7 @@ Note = Callable[[str, str], None]
 
 
 def new_key(key: str) -> str:
-    """Return the key of an option by its new name, and every other key as it is.
+    """Return the new key of a renamed option, and any other key unchanged.
 
     Example:
         >>> new_key("model.lr_floor"), new_key("data.sources.0.floor"), new_key("model.lr")
@@ -74,7 +74,7 @@ def new_key(key: str) -> str:
 
 
 def new_class_path(path: str) -> str:
-    """Return the class path of a class that was moved, and every other text as it is.
+    """Return the new class path of a moved class, and any other text unchanged.
 
     Example:
         >>> new_class_path("andrea_pl.saving.DurableCheckpoint"), new_class_path("torch.optim.AdamW")
@@ -87,15 +87,15 @@ def new_class_path(path: str) -> str:
 
 
 def translate(value: Any, note: Note | None = None, key: str = "") -> Any:
-    """Return nested settings with new names in place of old ones.
+    """Return nested settings with old names replaced.
 
     Args:
         value: Mappings, lists and plain values.
         note: Called for every old name.
-        key: Where the value is in a configuration.
+        key: The value's key in the configuration.
 
     Raises:
-        UsageError: If an option is given by its old name and by its new one.
+        UsageError: If an option is given by both its old and its new name.
     """
     if isinstance(value, Mapping):
         translated: dict[Any, Any] = {}
@@ -119,7 +119,7 @@ def translate(value: Any, note: Note | None = None, key: str = "") -> Any:
 
 
 def translate_arguments(arguments: Iterable[str]) -> list[str]:
-    """Return a command line with new names in place of old ones, in flags and in their values."""
+    """Return a command line with old names replaced, in flags and in their values."""
     translated: list[str] = []
     before = ""
     for argument in arguments:
@@ -137,7 +137,7 @@ def translate_arguments(arguments: Iterable[str]) -> list[str]:
 
 
 def _translate_value(key: str, value: str) -> str:
-    """Translate a value of the command line; one that holds options below its key is YAML."""
+    """Translate a value on the command line. A value with options inside is YAML."""
     key = key.removesuffix("+")
     if value[:1] not in "[{" or not any(option.startswith(f"{key}.") for option in OPTIONS):
         return new_class_path(value)
@@ -153,7 +153,7 @@ _noted: set[str] = set()
 
 
 def note_renamed(old: str, new: str) -> None:
-    """Say once that a name is an old one."""
+    """Warn once about an old name."""
     if old not in _noted:
         _noted.add(old)
         rank_zero_warn(

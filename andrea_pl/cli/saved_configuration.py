@@ -1,4 +1,4 @@
-"""The configuration of a run as it is saved: beside the logs, and in every checkpoint."""
+"""Saves a run's configuration beside the logs and in every checkpoint."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -17,9 +17,9 @@ from andrea_pl.runs.settings import ONLY_THIS_CALL
 class KeepConfig(SaveConfigCallback):
     """Saves configuration and tokenizer beside the logs, and the configuration in every checkpoint.
 
-    Options of the call alone, such as `ckpt_path`, are left out, so that what is saved can be run again. The
-    tokenizer in the cache follows the text when that changes; the one here stays that of the run. A run that
-    is gone on with keeps the files that it has.
+    Options of a single call, such as `ckpt_path`, are left out, so that the saved configuration can be run
+    again. The tokenizer in the cache changes with the text; this copy stays that of the run. A resumed run
+    keeps its files.
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -32,7 +32,7 @@ class KeepConfig(SaveConfigCallback):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """What the settings are when they are not given."""
+        """The defaults of the settings."""
         return _plain(self.parser, self.parser.get_defaults(skip_validation=True))
 
     @override
@@ -58,7 +58,7 @@ class KeepConfig(SaveConfigCallback):
 
 
 def _plain(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
-    """Return a configuration as plain values; records, of which there may be many, by themselves."""
+    """Return a configuration as plain values. Long lists of records are converted one by one, for speed."""
     config = config.clone()
     records = {key: config.pop(key) for key in RECORDS if config.get(key)}
     text = parser.dump(config, skip_unset=False, skip_validation=True)

@@ -1,4 +1,4 @@
-"""What the command does before anything else: streams that take any text, and one process per task."""
+"""What the command does first: streams that accept any text, and one process per task."""
 
 import getpass
 import logging
@@ -12,11 +12,11 @@ from andrea_pl.cli.interrupting import give_interrupts_back
 from andrea_pl.cli.keys import with_full_keys
 
 LOGGER = "lightning.pytorch.utilities.rank_zero"
-"""Through which everything is said while the command runs."""
+"""The standard streams of the command."""
 
 
 def start_command() -> None:
-    """Have interrupts raise KeyboardInterrupt again, and have any text printed, steering no terminal."""
+    """Make interrupts raise KeyboardInterrupt again; make streams accept any text, escaped for terminals."""
     give_interrupts_back()
     _name_user()
     logging.getLogger(LOGGER).addFilter(_escape_record)
@@ -28,7 +28,7 @@ def start_command() -> None:
 
 
 def _name_user() -> None:
-    """Give this process's user a name where it has none, as in containers, for libraries that ask."""
+    """Give this process's user a name if it has none, as in containers, for libraries that ask for it."""
     try:
         getpass.getuser()
     except (KeyError, OSError):
@@ -36,12 +36,12 @@ def _name_user() -> None:
 
 
 def shown(text: str, stream: TextIO) -> str:
-    """Return a text for a stream: as it is for a file or a pipe, escaped for a terminal."""
+    """Return a text for a stream: unchanged for a file or a pipe, escaped for a terminal."""
     return escaped(text) if stream.isatty() else text
 
 
 def say_error(message: str) -> None:
-    """Print a line on the standard error, escaped, with the full keys of options."""
+    """Print a line on standard error, escaped, with the full keys of options."""
     print(escaped(with_full_keys(message)), file=sys.stderr)
 
 
@@ -58,7 +58,7 @@ def _format_warning(*args: Any, **kwargs: Any) -> str:
 
 
 def slurm_fault() -> str | None:
-    """Return what is wrong with SLURM's tasks, None where each task is a process of its own."""
+    """Return what is wrong with SLURM's tasks, None if each task has its own process."""
     given = os.environ.get("SLURM_NTASKS", "1")
     if not given.isdecimal():
         return f"SLURM_NTASKS={given}: no number of tasks; unset it outside of a job"

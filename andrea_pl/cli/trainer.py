@@ -16,7 +16,7 @@ from andrea_pl.runs.restoring import restoring
 
 
 class CommandTrainer(pl.Trainer):
-    """Lightning's Trainer with what the command adds to it."""
+    """Lightning's Trainer with the command's additions."""
 
     resumes_only_when_asked = True
 
@@ -32,20 +32,20 @@ class CommandTrainer(pl.Trainer):
         resume: str | None = None,
         allow_drift: list[str] | None = None,
     ) -> None:
-        """Train a model, preparing its text first where needed.
+        """Train a model. Prepares its text first if needed.
 
         Args:
             model: The model.
             train_dataloaders: Not used by the command.
             val_dataloaders: Not used by the command.
             datamodule: The text.
-            ckpt_path: Checkpoint to resume from: weights, optimizer, schedule, position in the text, random
-                states. The logs are those of a new run.
-            init_from: Checkpoint to take the weights from, and nothing else, for fine-tuning.
-            resume: Go on with a run, in its own log folder, from its newest checkpoint that verifies: the
-                newest run where no folder follows.
-            allow_drift: A setting that may differ from the checkpoint's, which stops the run otherwise, with
-                all that is below it; may be given several times.
+            ckpt_path: Checkpoint to resume from in a new log folder: weights, optimizer, schedule, position
+                in the text, random states.
+            init_from: Checkpoint to take only the weights from, for fine-tuning.
+            resume: Continue a run in its own log folder, from its newest valid checkpoint. Without a folder,
+                continue the newest run.
+            allow_drift: A setting that may differ from the checkpoint's, with everything below it. Other
+                differences stop the run. May be given several times.
         """
         del resume, allow_drift  # the command has acted on them
         if init_from is not None:
@@ -88,8 +88,8 @@ class CommandTrainer(pl.Trainer):
         Args:
             model: Not used.
             datamodule: The text.
-            verify: Compare every document with what was prepared, also where no size or time has changed.
-            prune: Then remove old stores from the whole cache that no run needs any more.
+            verify: Compare every document with the prepared text, even if no size or time has changed.
+            prune: Then remove old stores from the cache that no run needs any more.
         """
         del model
         datamodule.prepare_data(verify=verify)

@@ -1,4 +1,4 @@
-"""Options of the data module that cannot work, refused before any text is prepared."""
+"""Refuses invalid options of the data module before any text is prepared."""
 
 from collections.abc import Sequence
 
@@ -42,7 +42,7 @@ def choose_curriculum(
     num_workers: int,
     prefetch_factor: int,
 ) -> Curriculum | None:
-    """Return the curriculum that was given, fixed weights where a source has one, or None for no mixture.
+    """Return the given curriculum, one of `Fixed` weights if a source has a weight, or None.
 
     Raises:
         UserError: If it cannot work with the sources or with workers that read ahead.
@@ -75,7 +75,7 @@ def choose_curriculum(
 
 
 def compare_with_run(sampler: CurriculumSampler, trainer: pl.Trainer | None) -> None:
-    """Refuse a run that is longer than all sources' `max_epochs` allow; name one that is all warm-up."""
+    """Refuse a run that is longer than all sources' `max_epochs` allow; warn of one that is all warm-up."""
     if trainer is None or sampler.repeat:
         return
     limits = [trainer.max_steps] if trainer.max_steps > 0 else []

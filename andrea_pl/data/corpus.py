@@ -1,4 +1,4 @@
-"""The prepared text of all sources: documents numbered throughout, where they came from, their sequences.
+"""The prepared text of all sources: document ids, where documents came from, and their sequences.
 
 document_id   0 … of the first source, then those of the second, …; a source's documents keep their order
 """
@@ -24,7 +24,7 @@ from andrea_pl.errors import UserError
 Split = Literal["train", "val", "test"]
 
 WORD_TOKENS = 5_000_000
-"""About how many tokens of the training text are read to learn its words."""
+"""Approximate number of training tokens that are read to collect known words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +41,13 @@ class Corpus:
     """The text that a run trains and evaluates on.
 
     Args:
-        preparation: The sources and how they are dealt to splits.
-        prepared: Their stores and the tokenizer.
+        preparation: The sources and their splits.
+        prepared: The stores and the tokenizer.
         vocab_size: Number of ids.
-        block_size: Most tokens in a sequence.
+        block_size: Maximum number of tokens in a sequence.
 
     Raises:
-        UserError: If a token id is not one of the vocabulary.
+        UserError: If a token id is not in the vocabulary.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Corpus:
         self._refuse_foreign_ids(vocab_size)
         self._sources = self._number()
         self.parts = {split: self._cut(split, block_size) for split in ("train", "val", "test")}
-        """For each split the sequences of each source."""
+        """The sequences of each source, by split."""
 
     @property
     def documents(self) -> int:
@@ -69,11 +69,11 @@ class Corpus:
 
     @property
     def checksum(self) -> str:
-        """A checksum of all text, by those of its stores."""
+        """A checksum of all text, from the stores' checksums."""
         return checksum_of(self.preparation, self.stores)
 
     def dataset(self, split: Split) -> tuple[Dataset[Item], Any]:
-        """Return the sequences of a split, all sources in their order, and (N,) the tokens in each."""
+        """Return the sequences of a split, ordered by source, and (N,) numbers of tokens."""
         parts = self.parts[split]
         joined = parts[0] if len(parts) == 1 else cast("Dataset[Item]", ConcatDataset(parts))
         return joined, np.concatenate([part.lengths for part in parts])
@@ -89,7 +89,7 @@ class Corpus:
     def locate(self, document_id: int, offset: int) -> str:
         """Return the source and the place, as `describe` does, of a token within a document.
 
-        In text files that is the token's own line; a record of a table has one line for all of it.
+        In text files this is the token's own line. A record of a table has one line.
         """
         found = self._find(document_id)
         source, store = found.source, self.stores.get(found.source.name)
@@ -103,10 +103,10 @@ class Corpus:
         return f"{source.name} {store.describe(document_id - found.first, lines)}"
 
     def known_words(self) -> set[str]:
-        """Return the words of the training text; empty where no tokenizer is known.
+        """Return the words of the training text; empty without a tokenizer.
 
-        Of a large text every n-th document is read, and of a long document every n-th part, so that some
-        millions of tokens are.
+        In a large text only every n-th document is read, and in a long document every n-th part, so that a
+        few million tokens are read.
         """
         tokenizer = self.tokenizer
         if tokenizer is None:
@@ -123,7 +123,7 @@ class Corpus:
         )
 
     def pools(self) -> list[Pool]:
-        """Return the training sequences of each source, as they are numbered in `dataset`."""
+        """Return the training sequences of each source, with their numbers in `dataset`."""
         pools: list[Pool] = []
         first = 0
         for source, part in zip(self.preparation.sources, self.parts["train"], strict=True):
@@ -193,7 +193,7 @@ class Corpus:
 
 
 def refuse_empty_training(corpus: Corpus) -> None:
-    """Refuse text without a sequence to train on; say how many documents teach nothing.
+    """Refuse text without a training sequence; print how many documents have no label.
 
     Raises:
         UserError: If there is no sequence.
@@ -211,7 +211,7 @@ def refuse_empty_training(corpus: Corpus) -> None:
 
 
 def empty_split(corpus: Corpus, split: Split) -> UserError:
-    """Return the error for a split that no document was dealt to."""
+    """Return the error for a split without documents."""
     preparation = corpus.preparation
     fraction = {"val": preparation.val_fraction, "test": preparation.test_fraction}.get(split)
     remedy = f"raise `{split}_fraction`" if fraction else f"set `{split}_fraction`"

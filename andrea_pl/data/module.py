@@ -34,40 +34,39 @@ PAD_TOKEN_ID = 0
 class TextDataModule(pl.LightningDataModule):
     """Text sources, prepared once and served as windows.
 
-    An update is the set of its sequences. How the set is cut into micro-batches is only how it fits:
-    sequences are sorted by length and cut by a budget of padded tokens. Without a curriculum every sequence
-    of every source is drawn once an epoch, in random order. With one, sources are drawn by weight, each
-    without replacement within its own epochs.
+    An update is a set of sequences. The sequences are sorted by length and cut into micro-batches by a budget
+    of padded tokens; the cut does not change the update. Without a curriculum every sequence of every source
+    is drawn once per epoch, in random order. With one, sources are drawn by weight, each without replacement
+    within its own epochs.
 
-    A checkpoint names the prepared text that its run began with. A resume goes on with that, whatever became
-    of the sources' files; a fresh fit, and an evaluation, use the text as it is now.
+    A checkpoint names the prepared text that its run began with. A resume continues with that text, even if
+    the sources' files have changed. A new fit, and an evaluation, use the current text.
 
     Args:
         sources: The text.
-        vocab_size: Size of the vocabulary: merges + 256 bytes + 1 end-of-document token. The model is linked
-            to it.
-        block_size: Longest sequence in tokens; longer documents are cut into consecutive blocks.
-        sequences_per_update: Sequences in one update.
-        micro_batch_tokens: Most padded tokens in a micro-batch, which bounds memory.
-        micro_batch_sequences: Most sequences in a micro-batch; no limit when left out.
-        val_fraction: Share of documents held out for validation, decided by a hash of each document's
-            content.
-        test_fraction: Share of documents held out for the test, decided likewise.
-        curriculum: How sources are mixed. Left out, and no source has a weight, min_weight or max_epochs:
-            not at all. Left out, and one has: by `Fixed` weights.
-        shuffle: Whether each epoch has an order of its own; with a curriculum it always has.
-        seed: Decides the orders, and what a curriculum draws.
-        num_workers: Processes that read and collate ahead; 0 does it between updates.
-        prefetch_factor: Windows that each of them reads ahead.
-        tokenizer: A `tokenizer.json` to use; one is learnt from the training documents when left out.
-        on_error: `raise` stops at input that cannot be read; `skip` leaves it out, counts it and says so.
-        cache_dir: Folder for tokenizers and token stores; `$XDG_CACHE_HOME/andrea_pl` or `~/.cache/andrea_pl`
-            when left out. Settings that differ get folders of their own.
-        tokenizer_sample_bytes: Bytes of training text that a tokenizer is learnt from, at most. Of more text,
-            pieces are chosen by a hash of their content.
+        vocab_size: Size of the vocabulary: merges + 256 bytes + 1 end-of-document token. The model uses it
+            too.
+        block_size: Longest sequence in tokens. Longer documents are cut into consecutive blocks.
+        sequences_per_update: Number of sequences in one update.
+        micro_batch_tokens: Maximum number of padded tokens in a micro-batch, which bounds memory.
+        micro_batch_sequences: Maximum number of sequences in a micro-batch; None for no limit.
+        val_fraction: Share of documents held out for validation, chosen by a hash of their content.
+        test_fraction: Share of documents held out for the test, chosen likewise.
+        curriculum: How to mix sources. By default sources are not mixed, unless one has a weight, min_weight
+            or max_epochs; then they are mixed by `Fixed` weights.
+        shuffle: Whether each epoch has its own order; with a curriculum it always has.
+        seed: Seed of the orders and of a curriculum's draws.
+        num_workers: Number of processes that read and collate ahead; 0 reads between updates.
+        prefetch_factor: Number of windows that each process reads ahead.
+        tokenizer: Path of a `tokenizer.json`; by default one is learnt from the training documents.
+        on_error: What to do about unreadable input: `raise` stops, `skip` skips, counts and reports it.
+        cache_dir: Folder for tokenizers and token stores; by default `$XDG_CACHE_HOME/andrea_pl` or
+            `~/.cache/andrea_pl`. Different settings use different subfolders.
+        tokenizer_sample_bytes: Maximum number of bytes of training text from which a tokenizer is learnt.
+            From more text, pieces are chosen by a hash of their content.
 
     Raises:
-        UserError: If a value cannot work; the message names it.
+        UserError: If a value is invalid; the message names it.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def source_names(self) -> list[str]:
-        """Names of the sources; the position is the `source_id`."""
+        """Names of the sources; the index is the `source_id`."""
         return [source.name for source in self.preparation.sources]
 
     @property
@@ -143,7 +142,7 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def tokenizer(self) -> TextTokenizer | None:
-        """The tokenizer that wrote the tokens, None where it is not known. Needs `setup`."""
+        """The tokens' tokenizer, None if unknown. Needs `setup`."""
         return self.corpus.tokenizer
 
     @property
@@ -166,31 +165,31 @@ class TextDataModule(pl.LightningDataModule):
         return self.corpus.known_words()
 
     def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
-        """Tell the mixture what became of an update."""
+        """Pass an update's losses to the mixture."""
         if self._sampler is not None:
             take_losses(self._sampler, UpdateReport.of(report), trainer.lightning_module)
 
     def source_figures(self, update: int) -> Mapping[str, Any]:
-        """Return what a mixture had to do with an update: see `MixesSources` in `andrea_callbacks`."""
+        """Return the mixture's figures of an update; see `MixesSources` in `andrea_callbacks`."""
         return {} if self._sampler is None else mixing_figures(self._sampler, self.source_names, update)
 
     def use_tokenizer(self, tokenizer: TextTokenizer) -> None:
-        """Prepare the text with a checkpoint's tokenizer, unless one is given or its text is kept."""
+        """Prepare text with a checkpoint's tokenizer, unless a tokenizer is given or the text is fixed."""
         if self._text.is_kept or self.preparation.tokenizer is not None:
             return  # files are not looked for where their text is kept: they may be gone
         if self.preparation.text:
             self.preparation = keep_tokenizer(self.preparation, tokenizer)
 
     def keep_text_of(self, checkpoint: Mapping[str, Any], path: str | Path = "the checkpoint") -> None:
-        """Go on with the text that a checkpoint's run began with; for a resume.
+        """Use the text that a checkpoint's run began with, for a resume.
 
-        `andrea fit --resume` and `LanguageModule` call it. Called before `prepare_data`, it spares preparing
-        the text as it is now.
+        `andrea fit --resume` and `LanguageModule` call this. If called before `prepare_data`, the current
+        text need not be prepared.
 
         Args:
             checkpoint: A checkpoint that a fit with this datamodule saved. One of an earlier version names no
-                store: it is compared by a checksum.
-            path: Where it is, for messages.
+                store; its text is compared by a checksum.
+            path: The checkpoint's path, for messages.
 
         Raises:
             UserError: If `setup` was called and that text is gone.
@@ -201,7 +200,7 @@ class TextDataModule(pl.LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint notes of the text, and note in the cache where checkpoints are."""
+        """Return a checkpoint's record of the text, and record in the cache where checkpoints are."""
         if self._corpus is None or self.trainer is None:
             return {}
         if self.trainer.is_global_zero:
@@ -210,7 +209,7 @@ class TextDataModule(pl.LightningDataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the run's text in a fit; say in an evaluation how the text differs from it."""
+        """In a fit, use the run's text. In an evaluation, report how the current text differs from it."""
         if self.trainer is None or self._corpus is None or not applies(state_dict, self.preparation):
             return
         if self.trainer.state.fn == "fit":
@@ -221,17 +220,17 @@ class TextDataModule(pl.LightningDataModule):
 
     @override
     def prepare_data(self, verify: bool = False) -> None:
-        """Write what is missing; Lightning calls this on one process of each machine.
+        """Prepare missing or outdated text. Lightning calls this on one process of each machine.
 
         Args:
-            verify: Compare every document with what was prepared, also where no size or time has changed.
+            verify: Whether to compare every document with the prepared text, even if no size or time changed.
         """
         with listed_once():
             self._text.prepare(self.preparation, verify)
 
     @override
     def setup(self, stage: str | None = None) -> None:
-        """Open what was prepared, on every rank; switch validation off where nothing is to be held out."""
+        """Open the prepared text, on every rank; switch validation off if nothing is held out."""
         if stage == "fit" and self.trainer is not None and not self.preparation.holds_out_validation:
             self.trainer.limit_val_batches = 0
         if self._corpus is None:
@@ -243,7 +242,7 @@ class TextDataModule(pl.LightningDataModule):
         self._corpus = Corpus(self.preparation, prepared, self.vocab_size, self.block_size)
 
     def _replace_text(self) -> None:
-        """Open the text that a checkpoint names in place of other text."""
+        """Open the text that a checkpoint names, instead of the current text."""
         is_first = self.trainer is None or self.trainer.is_global_zero
         found = self._text.replacement(self.preparation, self.corpus.prepared, says=is_first)
         if found is not None:
@@ -254,7 +253,7 @@ class TextDataModule(pl.LightningDataModule):
         """Return the loader of windows.
 
         Raises:
-            UserError: If nothing is left to train on.
+            UserError: If there is nothing to train on.
         """
         trainer = self.trainer
         reader = self._reader("train")
@@ -275,7 +274,7 @@ class TextDataModule(pl.LightningDataModule):
 
     @override
     def val_dataloader(self) -> MicroBatchLoader | list[Any]:
-        """Return the loader of held-out micro-batches; an empty list where nothing is to be held out."""
+        """Return the loader of held-out micro-batches; an empty list if nothing is held out."""
         is_evaluation = self.trainer is not None and self.trainer.state.fn == "validate"
         return self._held_out("val") if is_evaluation or self.preparation.holds_out_validation else []
 
@@ -290,7 +289,7 @@ class TextDataModule(pl.LightningDataModule):
         return self._held_out("val")
 
     def _build_sampler(self, count: int) -> WindowSampler:
-        """Return what decides the windows, going on with a curriculum where the trainer goes on."""
+        """Return the sampler; it continues a curriculum if the trainer continues."""
         trainer = self.trainer
         repeat = float(getattr(trainer, "overfit_batches", 0)) > 0
         if self.curriculum is None:

@@ -1,4 +1,4 @@
-"""Options of the optimizer that a resume changes: the new value counts, even over the restored state."""
+"""Applies optimizer options that a resume changes, even over the restored state."""
 
 from typing import Any, cast
 
@@ -10,14 +10,14 @@ from torch.optim import Optimizer
 from andrea_pl.optim.rates import change_base_rate, keep_cycled_values
 
 KEY = "andrea_optimizer"
-"""Where a checkpoint has the options that its optimizer was built with."""
+"""The checkpoint's key for the options that its optimizer was built with."""
 
 
 class ChangedOptions:
-    """Compares the options that an optimizer is built with against those of the run that is resumed.
+    """Compares the options that an optimizer is built with against those of the resumed run.
 
-    A checkpoint restores values of its own, some of which a callback may have changed. So only an option that
-    the two runs were built with differently is set.
+    A checkpoint restores its own values, some of which a callback may have changed on purpose. So only
+    options that differ between the two runs' configurations are set.
     """
 
     def __init__(self) -> None:
@@ -26,15 +26,15 @@ class ChangedOptions:
         self._restored: list[dict[str, Any]] | None = None
 
     def begin(self) -> None:
-        """Drop what an earlier fit left."""
+        """Reset what an earlier fit left."""
         self._built = []
 
     def reset(self) -> None:
-        """Compare with nothing: the fit does not go on with another."""
+        """Drop the resumed run's options, since this fit resumes nothing."""
         self._restored = None
 
     def note_built(self, optimizer: Optimizer) -> None:
-        """Keep the options of an optimizer that was just built."""
+        """Record the options of a newly built optimizer."""
         self._built = [_options(group) for group in optimizer.param_groups]
         self._names = [group.get("name") for group in optimizer.param_groups]
 
@@ -43,14 +43,14 @@ class ChangedOptions:
         checkpoint[KEY] = self._built
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the options of the run that wrote a checkpoint."""
+        """Record the options of the run that wrote a checkpoint."""
         self._restored = checkpoint.get(KEY)
 
     def apply(self, trainer: pl.Trainer) -> None:
         """Set the options that differ, in the restored optimizer and its scheduler.
 
         Raises:
-            UserError: If the scheduler cannot follow.
+            UserError: If the scheduler does not support the change.
         """
         before, self._restored = self._restored, None
         optimizer = trainer.optimizers[0]
@@ -72,7 +72,7 @@ class ChangedOptions:
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's options for a group, those that are numbers, words or tuples of them."""
+    """Return an optimizer's options for a group that are numbers, strings, or tuples of them."""
     return {
         name: list(cast("tuple[Any, ...]", value)) if isinstance(value, tuple) else value
         for name, value in group.items()

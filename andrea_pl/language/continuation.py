@@ -1,4 +1,4 @@
-"""Prompts continued by a network and its tokenizer, as text that goes on where the prompt ends."""
+"""Continues prompts with a network and its tokenizer; each text starts where its prompt ends."""
 
 from collections.abc import Sequence
 
@@ -34,17 +34,17 @@ def continue_texts(
 
 
 def continuation(tokenizer: TextTokenizer, prompt: str, ids: Sequence[int], new_ids: Sequence[int]) -> str:
-    """Return the text of new ids, such that the prompt as it was given and this text belong together.
+    """Return the text of new ids, so that the given prompt followed by this text is the whole text.
 
-    Many tokenizers drop the space before the first id that they decode, so prompt and new ids are decoded
-    together. Where that does not give the prompt back, because the tokenizer changes case, say, what follows
-    the prompt's own decoding is returned; a space that both sides of the seam would have comes once.
+    Many tokenizers drop the space before the first id that they decode. So prompt and new ids are decoded
+    together. If that does not reproduce the prompt, for example because the tokenizer changes case, the text
+    after the prompt's own decoding is returned. A space at the seam appears only once.
 
     Args:
-        tokenizer: Wrote `ids` and reads `new_ids`.
-        prompt: The text that was continued.
-        ids: The prompt's ids, without a token that starts the document.
-        new_ids: What the model added.
+        tokenizer: The tokenizer of `ids` and `new_ids`.
+        prompt: The continued text.
+        ids: The prompt's ids, without the token that starts a document.
+        new_ids: The ids that the model added.
     """
     whole = tokenizer.decode([*ids, *new_ids])
     if whole.startswith(prompt):

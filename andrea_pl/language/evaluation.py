@@ -1,8 +1,8 @@
-"""The figures of a validation or a test: added up by source, reported once.
+"""The figures of a validation or a test: summed by source, reported once.
 
-add      losses of a micro-batch, with their label tokens and, where they are known, bytes
-report   figures go to monitors, and to loggers at their own update (see `andrea_callbacks.hooks.scalars`)
-         Lightning writes what was logged for loggers, at a step of its own counting
+add      losses of a micro-batch, with their label tokens and, if known, bytes
+report   figures go to monitors, and to loggers with the update as step (see `andrea_callbacks.hooks.scalars`)
+         Lightning would write them to loggers with another step
 fill     figures join what `trainer.validate()` and `trainer.test()` return and print
 """
 
@@ -26,7 +26,7 @@ from andrea_pl.training.module import TokenWeightedModule
 
 
 class Evaluation(nn.Module):
-    """Adds up the losses of an evaluation, over all its loaders together, also by source."""
+    """Sums the losses of an evaluation over all its loaders, in total and by source."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Evaluation(nn.Module):
         self._bytes_per_token: Tensor | None = None
 
     def begin(self, names: Sequence[str]) -> None:
-        """Tell these sources apart, where there are several; drop an evaluation that broke off."""
+        """Set the sources to report, if there are several; drop an interrupted evaluation."""
         self._names = list(names) if len(names) > 1 else []
         groups = len(self._names) + 1
         if self.mean.groups != groups:
@@ -44,7 +44,7 @@ class Evaluation(nn.Module):
         self.mean.reset()
 
     def count_bytes_of(self, tokenizer: TextTokenizer, vocab_size: int) -> None:
-        """Report bits per byte too, if it is known how many bytes each token of a tokenizer stands for."""
+        """Report bits per byte too, if the tokenizer's tokens have known sizes in bytes."""
         table = tokenizer.bytes_per_token()
         if table is not None:
             self._bytes_per_token = torch.zeros(vocab_size, dtype=torch.int64)
@@ -61,7 +61,7 @@ class Evaluation(nn.Module):
         self.mean.update(*(self._by_source(batch, each) for each in by_row))
 
     def _by_source(self, batch: MicroBatch, figures: Tensor) -> Tensor:
-        """Add up (B,) figures of sequences to those of sources, and of no known source, (K + 1,)."""
+        """Sum (B,) figures of sequences into (K + 1,): the K sources, and sequences of unknown source."""
         known = len(self._names)
         sources = batch.get("source_id")
         if not known or sources is None:
@@ -74,9 +74,9 @@ class Evaluation(nn.Module):
         """Report and reset at the end of an evaluation's epoch.
 
         Args:
-            module: Logs the figures for monitors.
+            module: The module that logs the figures for monitors.
             stage: `val` or `test`, the first part of the figures' names.
-            update: The last update made, at which loggers get the figures.
+            update: The last update, which is the figures' step in loggers.
         """
         means = self.mean.compute()
         self.mean.reset()
@@ -98,22 +98,22 @@ class Evaluation(nn.Module):
             buffer.flush()
 
     def fill(self) -> None:
-        """Have `trainer.validate()` or `trainer.test()` return and print the figures."""
+        """Make `trainer.validate()` or `trainer.test()` return and print the figures."""
         self._table.fill()
 
 
 class EvaluationTable:
-    """The figures of one evaluation on their way into what Lightning returns."""
+    """Adds one evaluation's figures to the rows that Lightning returns."""
 
     def __init__(self) -> None:
         self._figures: Mapping[str, Tensor] = {}
         self._rows: list[dict[str, Any]] = []
 
     def keep(self, trainer: pl.Trainer, figures: Mapping[str, Tensor]) -> None:
-        """Keep figures at the end of the evaluation's epoch, and the rows that Lightning will return.
+        """Keep the figures at the end of the evaluation's epoch, and the rows that Lightning will return.
 
-        Lightning returns a row for each loader, and lists them until the epoch has ended. It writes what the
-        rows hold at that point to the loggers.
+        Lightning returns a row for each loader. At the end of the epoch it writes the rows to the loggers, so
+        the figures must be added later.
         """
         self._figures = figures
         self._rows = evaluation_rows(trainer)
@@ -126,7 +126,7 @@ class EvaluationTable:
 
 
 class EvaluatedModule(TokenWeightedModule):
-    """A `TokenWeightedModule` whose network is evaluated by the loss of each sequence."""
+    """A `TokenWeightedModule` that evaluates its network by the loss of each sequence."""
 
     network: RoPELanguageModel
     evaluation: Evaluation
@@ -138,11 +138,11 @@ class EvaluatedModule(TokenWeightedModule):
 
     @override
     def count_tokens(self, micro_batch: MicroBatch) -> int | Tensor:
-        """Return the labels that count, as the collator counted them on the host where it did."""
+        """Return the number of valid labels; the collator's count on the host, if there is one."""
         return count_labels(micro_batch)
 
     def predict_labels(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits (N, V), labels (N,) and the row of each, for the places with a label."""
+        """Return logits (N, V), labels (N,) and row indices (N,) of the positions with a label."""
         return predict_labels(self.network, micro_batch)
 
     def sequence_losses(self, micro_batch: MicroBatch) -> Tensor:
@@ -162,12 +162,12 @@ class EvaluatedModule(TokenWeightedModule):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        """Record `val/loss`, `val/perplexity` and `val/bits_per_byte` at the last update, also by source."""
+        """Record `val/loss`, `val/perplexity` and `val/bits_per_byte`, in total and by source."""
         self._report_evaluation("val")
 
     @override
     def on_validation_end(self) -> None:
-        """Have `trainer.validate()` return and print the figures."""
+        """Make `trainer.validate()` return and print the figures."""
         self.evaluation.fill()
 
     @override
@@ -177,19 +177,19 @@ class EvaluatedModule(TokenWeightedModule):
 
     @override
     def on_test_epoch_end(self) -> None:
-        """Record `test/loss`, `test/perplexity` and `test/bits_per_byte`, also by source."""
+        """Record `test/loss`, `test/perplexity` and `test/bits_per_byte`, in total and by source."""
         self._report_evaluation("test")
 
     @override
     def on_test_end(self) -> None:
-        """Have `trainer.test()` return and print the figures."""
+        """Make `trainer.test()` return and print the figures."""
         self.evaluation.fill()
 
     @override
     def predict_step(
         self, batch: MicroBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> list[dict[str, float | int]]:
-        """Return for every sequence where it is from, its label tokens and its loss per token in nats."""
+        """Return each sequence's place in the text, its label tokens, and its loss per token in nats."""
         counts = (batch["labels"] != IGNORED).sum(1)
         nowhere = torch.full_like(counts, -1)
         columns = (batch.get("document_id", nowhere), batch.get("offset", nowhere), counts)

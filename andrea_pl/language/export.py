@@ -1,4 +1,4 @@
-"""Checkpoints for Hugging Face's transformers: weights, configuration, tokenizer, generation.
+"""Exports checkpoints for Hugging Face's transformers: weights, configuration, tokenizer, generation.
 
 norm: rms,   activation: swiglu  ->  the layout of Llama
 norm: layer, activation: gelu    ->  the layout of GPT-NeoX, without parallel residuals, whole heads rotated
@@ -31,11 +31,11 @@ def export_model(ckpt_path: str, output: str) -> None:
 
     Args:
         ckpt_path: A checkpoint that `andrea fit` wrote.
-        output: Folder to write; it must not exist, or be empty.
+        output: Folder to write. It must be new or empty.
 
     Raises:
-        UserError: If the checkpoint cannot be used, the folder has content, or transformers has no layout for
-            this architecture.
+        UserError: If the checkpoint cannot be used, the folder is not empty, or transformers has no layout
+            for this architecture.
         NonFiniteError: If a weight is NaN or infinite.
     """
     folder = Path(output)
@@ -69,7 +69,7 @@ def convert(config: TransformerConfig, state: State) -> tuple[dict[str, Tensor],
         state: Its weights, by the names of `RoPELanguageModel`.
 
     Raises:
-        UserError: If there is no layout for it.
+        UserError: If transformers has no layout for this architecture.
     """
     if (config.norm, config.activation) == ("rms", "swiglu"):
         tensors, described = _llama(config, state), _llama_config(config)
@@ -181,7 +181,7 @@ def _neox_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _scale(config: TransformerConfig, state: State, norm: str) -> Tensor:
-    """Return a norm's scale, ones where it has none."""
+    """Return a norm's scale, or ones if it has none."""
     like = state["embedding.weight"]
     return state[f"{norm}.weight"] if config.norm_weight else torch.ones(config.d_model, dtype=like.dtype)
 
@@ -218,9 +218,9 @@ def _write(folder: Path, tensors: dict[str, Tensor], described: dict[str, Any], 
 
 
 def _begin_documents(tokenizer: TextTokenizer) -> str:
-    """Return a tokenizer.json that puts the end-of-document token before a text, as prompts begin here.
+    """Return a tokenizer.json that puts the end-of-document token before a text, as prompts here begin.
 
-    A template that the tokenizer came with is not used in training, and is replaced.
+    The tokenizer's own template, which training does not use, is replaced.
     """
     exported = Tokenizer.from_str(tokenizer.definition)
     exported.post_processor = processors.TemplateProcessing(

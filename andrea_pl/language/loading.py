@@ -1,4 +1,4 @@
-"""How a checkpoint's weights get into a module."""
+"""Loads a checkpoint's weights into a module."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from andrea_pl.errors import UserError
 
 
 def refuse_loading_options(hparams_file: Any, weights_only: bool | None) -> None:
-    """Refuse options of `load_from_checkpoint` that have no meaning for these checkpoints."""
+    """Refuse options of `load_from_checkpoint` that do not apply to these checkpoints."""
     if hparams_file is not None:
         raise UserError(
             f"hparams_file={str(hparams_file)!r} is not read: the checkpoint has the network's shape; pass "
@@ -27,7 +27,7 @@ def refuse_loading_options(hparams_file: Any, weights_only: bool | None) -> None
 def load_weights(
     module: pl.LightningModule, checkpoint: Mapping[str, Any], path: str | Path, strict: bool | None
 ) -> None:
-    """Load the weights of a checkpoint; without `strict`, warn of those that file or module lack."""
+    """Load the weights of a checkpoint. Without `strict`, warn of missing and unexpected ones."""
     strict = module.strict_loading if strict is None else strict
     left_out = module.load_state_dict(checkpoint["state_dict"], strict=strict)
     if left_out.missing_keys or left_out.unexpected_keys:

@@ -1,4 +1,4 @@
-"""Logits and labels of a micro-batch, for the places that have a label."""
+"""Logits and labels of a micro-batch, for the positions that have a label."""
 
 from typing import Any
 
@@ -10,15 +10,15 @@ from andrea_pl.network.layout import is_right_padded
 
 
 def count_labels(micro_batch: MicroBatch) -> int | Tensor:
-    """Return the labels that count, as the collator counted them on the host where it did."""
+    """Return the number of valid labels; the collator's count on the host, if there is one."""
     counted = micro_batch.get("num_tokens")
     return (micro_batch["labels"] != IGNORED).sum() if counted is None else counted
 
 
 def predict_labels(network: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits (N, V), labels (N,) and the row of each in the micro-batch, for the places with a label.
+    """Return logits (N, V), labels (N,) and row indices (N,) of the positions with a label.
 
-    Places without a label are left out where that takes no waiting for an accelerator.
+    Positions without a label are left out, unless that would make the host wait for an accelerator.
     """
     labels = micro_batch["labels"]
     index = _token_index(micro_batch)
@@ -36,7 +36,7 @@ def predict_labels(network: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor,
 
 
 def _token_index(micro_batch: MicroBatch) -> Tensor | None:
-    """Return where the valid tokens lie, if nothing has to wait for an accelerator to know."""
+    """Return the indices of the valid tokens, if they are known without waiting for an accelerator."""
     index = micro_batch.get("token_index")
     mask = micro_batch.get("valid_mask")
     if index is not None or mask is None or mask.device.type != "cpu" or not is_right_padded(mask):

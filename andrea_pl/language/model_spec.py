@@ -1,4 +1,4 @@
-"""The block that a checkpoint carries, from which a model can be rebuilt with nothing else at hand."""
+"""The block in a checkpoint from which a model can be rebuilt without any other file."""
 
 import platform
 from collections.abc import Iterable, Mapping
@@ -23,21 +23,21 @@ KEY = "andrea_pl"
 FORMAT_VERSION = 1
 
 PREFIX = "network."
-"""What the network's weights are named with in a checkpoint of `LanguageModule`."""
+"""Prefix of the network's weights in a checkpoint of `LanguageModule`."""
 
 LARGEST = 2**60
-"""A network of more bytes than this is not looked at any further: torch cannot count them."""
+"""Largest size of a network in bytes; torch cannot count more."""
 
 ANOTHER = "take another checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelBlock:
-    """What it takes to rebuild a model: its shape and its tokenizer."""
+    """What is needed to rebuild a model: its shape and its tokenizer."""
 
     network: TransformerConfig
     tokenizer: TextTokenizer | None
-    """None for a model trained on token files whose tokenizer is not known."""
+    """None for a model trained on token files with an unknown tokenizer."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, with the versions of the libraries that wrote them."""
@@ -56,10 +56,10 @@ class ModelBlock:
 
 
 def read_block(checkpoint: Any, path: str | Path = "the checkpoint") -> ModelBlock:
-    """Return the block of a loaded checkpoint, whatever somebody may have put into it.
+    """Return the validated block of a loaded checkpoint, which may have been edited.
 
     Raises:
-        UserError: If there is none, a newer version wrote it, or a value is not of its kind.
+        UserError: If there is no block, a newer version wrote it, or a value has the wrong type.
     """
     if not isinstance(checkpoint, Mapping):
         raise UserError(f"{path} holds {_kind(checkpoint)}, not a checkpoint; give one that andrea fit wrote")
@@ -129,13 +129,13 @@ def read_weights(
     They are compared with the network's shape before anything of its size is allocated.
 
     Args:
-        checkpoint: What was loaded.
+        checkpoint: The loaded checkpoint.
         block: Its block.
-        path: Named in errors.
-        is_strict: False lets weights be missing or in excess.
+        path: The checkpoint's path, for errors.
+        is_strict: Whether missing and unexpected weights are errors.
 
     Raises:
-        UserError: If weights are missing, in excess, of another shape, or no numbers.
+        UserError: If weights are missing, unexpected, of another shape, or not numbers.
     """
     state = checkpoint.get("state_dict")
     if not isinstance(state, Mapping):
@@ -170,7 +170,7 @@ def refuse_nonfinite(weights: Mapping[str, Any], path: str | Path = "the checkpo
     """Refuse weights that are NaN or infinite.
 
     Raises:
-        NonFiniteError: If one is; the message names its tensor.
+        NonFiniteError: If a weight is not finite; the message names its tensor.
     """
     for name, each in weights.items():
         if isinstance(each, Tensor) and each.is_floating_point() and not bool(each.isfinite().all()):
@@ -182,14 +182,14 @@ def refuse_nonfinite(weights: Mapping[str, Any], path: str | Path = "the checkpo
 
 
 def compare_networks(here: TransformerConfig, there: TransformerConfig) -> None:
-    """Refuse a network that computes something else with the same weights.
+    """Refuse a network that would compute something else with the same weights.
 
     Args:
-        here: The module's.
-        there: The checkpoint's.
+        here: The module's shape.
+        there: The checkpoint's shape.
 
     Raises:
-        UserError: If a field differs that decides what weights compute; the message names both values.
+        UserError: If a field differs that affects the computation; the message names both values.
     """
     ours, theirs = _decisive(here), _decisive(there)
     changed = [
@@ -203,17 +203,17 @@ def compare_networks(here: TransformerConfig, there: TransformerConfig) -> None:
 
 
 def _decisive(config: TransformerConfig) -> dict[str, Any]:
-    """Return the fields that decide what weights compute; others may differ from a checkpoint's."""
+    """Return the fields that affect the computation. Others may differ from a checkpoint's."""
     free = {"dropout", "init_std", "activation_checkpointing", "block_size", "d_ff"}
     fields = {key: value for key, value in config.to_dict().items() if key not in free}
     return {**fields, "d_ff": config.feed_forward_width}
 
 
 def refuse_other_tokenizer(data: TextTokenizer, trained: TextTokenizer | None, vocab_size: int) -> None:
-    """Refuse a tokenizer of the data that is not the one of the weights, or has more ids than the network.
+    """Refuse a tokenizer of the data that is not the weights' tokenizer, or has more ids than the network.
 
     Raises:
-        UserError: If it is; the message names both.
+        UserError: If the tokenizer does not fit; the message names both.
     """
     if trained is not None and trained.fingerprint != data.fingerprint:
         raise UserError(
@@ -229,7 +229,7 @@ def refuse_other_tokenizer(data: TextTokenizer, trained: TextTokenizer | None, v
 
 
 def _expected_shapes(config: TransformerConfig, count: int, path: str | Path) -> dict[str, torch.Size]:
-    """Return the shapes of a network's weights, of which a checkpoint has a number; nothing is allocated."""
+    """Return the shapes of a network's weights without allocating them; compare their number first."""
     size = sum(memory_needs(config.to_dict(), *config.sizes).values())
     if config.n_layers <= max(count, 1) and size <= LARGEST:
         with torch.device("meta"):
@@ -251,7 +251,7 @@ def _is_weight(value: Any) -> bool:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Say whether a value is of a field's type; a bool is no number, and a whole number is a float too."""
+    """Return whether a value is of a field's type; a bool is no number, and a whole number is a float too."""
     if get_origin(hint) is Literal:
         return isinstance(value, str) and value in get_args(hint)
     if get_args(hint):

@@ -48,25 +48,25 @@ class LanguageModule(EvaluatedModule):
     """Trains `RoPELanguageModel` by exact, token-weighted updates.
 
     Args:
-        network: Shape of the network. `vocab_size` and `block_size` may be left out: the network is built in
-            `configure_model` then, with the sizes of the datamodule.
-        optimizer: A class of optimizer with its options, given all parameters; AdamW by `lr`, `weight_decay`
-            and `betas` when left out.
-        schedule: `cosine` for linear warm-up and a cosine over the whole run, `constant` for none, or a class
-            of scheduler with its options, stepped once an update; ReduceLROnPlateau once an epoch, by
+        network: Shape of the network. If you leave out `vocab_size` or `block_size`, the network is built in
+            `configure_model` with the datamodule's sizes.
+        optimizer: An optimizer class with its options, for all parameters. The default is AdamW with `lr`,
+            `weight_decay` and `betas`.
+        schedule: `cosine` for linear warm-up and a cosine over the whole run, `constant` for none, or a
+            scheduler class with its options. It moves once per update; ReduceLROnPlateau once per epoch, by
             `val/loss`.
         lr: Base learning rate of AdamW.
         weight_decay: Decoupled weight decay of matrices; vectors do not decay.
         betas: Decay of AdamW's first and second moment.
         warmup_updates: Updates of the warm-up.
-        min_lr_ratio: Rate at the end of the cosine, as a factor of the base rate.
+        min_lr_ratio: Learning rate at the end of the cosine, as a factor of the base rate.
         label_smoothing: Share of the label's probability that is spread over the vocabulary in training.
-        max_norm: Global L2 norm that the averaged gradient of an update is clipped to; null (None) only
-            measures it.
-        on_nonfinite: What a NaN or Inf in loss or gradient does: `raise` stops, `skip` passes over the
-            update.
-        max_consecutive_skips: More skipped updates in a row than this raise.
-        min_loss_scale: With a GradScaler, an overflow at this scale or below raises.
+        max_norm: Global L2 norm that an update's averaged gradient is clipped to; null (None) only measures
+            the norm.
+        on_nonfinite: What to do about a NaN or Inf in loss or gradient: `raise` stops the run, `skip` skips
+            the update.
+        max_consecutive_skips: Consecutive skipped updates above which an error is raised.
+        min_loss_scale: With a GradScaler, an overflow at this scale or below raises an error.
 
     Raises:
         UserError: If a value is out of range.
@@ -95,7 +95,7 @@ class LanguageModule(EvaluatedModule):
         built = UnbuiltNetwork(network) if network.missing else RoPELanguageModel(network)
         self.network: RoPELanguageModel = cast(RoPELanguageModel, built)
         self.tokenizer: TextTokenizer | None = None
-        """The tokenizer of the data or of the checkpoint, None where it is not known."""
+        """The tokenizer of the data or of the checkpoint, None if unknown."""
         self.evaluation = Evaluation()
         self._optimizer = optimizer
         self._schedule = schedule
@@ -108,7 +108,7 @@ class LanguageModule(EvaluatedModule):
 
     @property
     def flops_per_token(self) -> float:
-        """Floating-point operations of forward and backward pass for one token."""
+        """Floating-point operations per token, in forward and backward pass."""
         return flops_per_token(self.network)
 
     @property
@@ -128,7 +128,7 @@ class LanguageModule(EvaluatedModule):
 
     @override
     def loss_sum(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the cross entropy summed over the labels that count, in nats."""
+        """Return the cross entropy summed over the valid labels, in nats."""
         logits, labels, rows = self.predict_labels(micro_batch)
         losses = F.cross_entropy(
             logits, labels, ignore_index=IGNORED, reduction="none", label_smoothing=self._label_smoothing
@@ -138,13 +138,13 @@ class LanguageModule(EvaluatedModule):
         return losses.sum()
 
     def build_network(self, datamodule: Any = None) -> None:
-        """Build the network, unless that is done, with sizes that were left out taken from a datamodule.
+        """Build the network if it is not built yet, with missing sizes from a datamodule.
 
         Args:
-            datamodule: Has `vocab_size` and `block_size`, as `TextDataModule` does.
+            datamodule: An object with `vocab_size` and `block_size`, such as `TextDataModule`.
 
         Raises:
-            UserError: If a size is not known, or one that was given is too small for the data.
+            UserError: If a size is unknown, or a given size is too small for the data.
         """
         compare(self.network.config, datamodule)
         self._build_from(datamodule)
@@ -159,16 +159,16 @@ class LanguageModule(EvaluatedModule):
 
     @override
     def configure_callbacks(self) -> Sequence[Callback]:
-        """Build the network where its sizes are known already: callbacks may copy the module in `setup`."""
+        """Build the network if its sizes are known already: callbacks may copy the module in `setup`."""
         self._build_if_known()
         return super().configure_callbacks()
 
     @override
     def configure_model(self) -> None:
-        """Build the network with the data's sizes, where its own were left out.
+        """Build the network, with missing sizes from the data.
 
-        Without a datamodule that has them a checkpoint may, which Lightning loads later. Under
-        ModelParallelStrategy (FSDP2) share parameters out among ranks, by layers. A second call does nothing.
+        Without such a datamodule, a checkpoint that Lightning loads later may have the sizes. Under
+        ModelParallelStrategy (FSDP2) this also shards the parameters by layers. A second call does nothing.
         """
         datamodule = getattr(self._trainer, "datamodule", None)
         may_load = self._trainer is not None and self.device_mesh is None
@@ -198,14 +198,14 @@ class LanguageModule(EvaluatedModule):
 
     @override
     def on_train_start(self) -> None:
-        """Learn how long the run is, now that loops and loaders are restored."""
+        """Set the schedule's length, now that loops and loaders are restored."""
         super().on_train_start()
         self._changed_options.apply(self.trainer)
         self._cosine.begin(self.trainer)
 
     @override
     def setup(self, stage: str) -> None:
-        """Take the tokenizer from the data; stop where the weights were trained with another."""
+        """Take the tokenizer from the data; refuse it if the weights were trained with another."""
         super().setup(stage)
         self._build_if_known()
         if stage == "fit":
@@ -235,19 +235,19 @@ class LanguageModule(EvaluatedModule):
         generator: torch.Generator | None = None,
         sampling: Sampling | None = None,
     ) -> list[str]:
-        """Continue texts until their document ends or `max_new_tokens` are written.
+        """Continue texts until the document ends or `max_new_tokens` are written.
 
         Args:
-            prompts: Texts; an empty one starts a document.
-            max_new_tokens: Most tokens added to each.
-            generator: Makes draws repeatable.
-            sampling: How tokens are chosen.
+            prompts: Texts; an empty text starts a document.
+            max_new_tokens: Maximum number of tokens added to each text.
+            generator: Random generator, for repeatable samples.
+            sampling: How to choose tokens.
 
         Returns:
-            Continuations: a prompt followed by its continuation is the whole text, spaces included.
+            Continuations. A prompt followed by its continuation is the whole text, including spaces.
 
         Raises:
-            UserError: If no tokenizer is known, or a prompt is too long.
+            UserError: If the tokenizer is unknown, or a prompt is too long.
         """
         self._build_from(None)
         tokenizer = self.tokenizer
@@ -264,7 +264,7 @@ class LanguageModule(EvaluatedModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Stop where the checkpoint is of another model than this one; have the text be its run's."""
+        """Refuse a checkpoint of another model; make the datamodule use the text of the checkpoint's run."""
         super().on_load_checkpoint(checkpoint)
         datamodule = getattr(self._trainer, "datamodule", None)
         if isinstance(datamodule, TextDataModule) and self.trainer.state.fn == "fit":
@@ -280,7 +280,7 @@ class LanguageModule(EvaluatedModule):
         self._changed_options.load(checkpoint)
 
     def check_block(self, block: ModelBlock) -> None:
-        """Raise `UserError`, naming both values, where a checkpoint's shape or tokenizer differs."""
+        """Raise `UserError`, naming both values, if a checkpoint's shape or tokenizer differs."""
         compare_networks(self.network.config, block.network)
         if block.tokenizer is not None and self.tokenizer is None:
             self._adopt_tokenizer(block.tokenizer)
@@ -303,15 +303,15 @@ class LanguageModule(EvaluatedModule):
 
         Args:
             checkpoint_path: A local file.
-            map_location: Device of the module; the CPU when left out.
-            hparams_file: Not read, and must be None: the checkpoint has the shape, and `options` the rest.
-            strict: False passes over weights that the checkpoint or the module lacks, with a warning;
-                the module's `strict_loading` when left out.
+            map_location: Device of the module; by default the CPU.
+            hparams_file: Must be None: the checkpoint holds the shape, and `options` the rest.
+            strict: Whether missing and unexpected weights are errors instead of warnings; by default the
+                module's `strict_loading`.
             weights_only: Must not be False: only tensors and plain values are ever loaded.
-            options: Arguments of `LanguageModule` besides `network`, which the checkpoint gives.
+            options: Arguments of `LanguageModule` except `network`, which the checkpoint holds.
 
         Raises:
-            UserError: If the file is no checkpoint of a LanguageModule, or an argument has no meaning.
+            UserError: If the file is not a checkpoint of a LanguageModule, or an argument does not apply.
         """
         refuse_loading_options(hparams_file, weights_only)
         checkpoint = read_checkpoint(checkpoint_path)
@@ -319,10 +319,10 @@ class LanguageModule(EvaluatedModule):
 
     @classmethod
     def load_verified(cls, path: str | Path) -> "LanguageModule":
-        """Rebuild a module from a checkpoint alone, if every weight is there and finite.
+        """Rebuild a module from a checkpoint alone, if every weight exists and is finite.
 
         Raises:
-            UserError: If the file is no checkpoint of a LanguageModule, or weights do not fit.
+            UserError: If the file is not a checkpoint of a LanguageModule, or weights do not fit.
             NonFiniteError: If a weight is NaN or infinite.
         """
         checkpoint = read_checkpoint(path)

@@ -10,13 +10,13 @@ from typing_extensions import override
 
 
 class TokenMean(Metric):
-    """Loss per label token over a whole evaluation, and bits per byte where the bytes are known.
+    """Loss per label token over a whole evaluation, and bits per byte if the bytes are known.
 
-    Sums of loss, tokens and bytes are kept in float64 and added over ranks, so that the result depends
-    neither on how the sequences were put into batches nor on who evaluated them.
+    Sums of loss, tokens and bytes are kept in float64 and added over ranks. So the result does not depend on
+    how the sequences were batched, or which rank evaluated them.
 
     Args:
-        groups: Kinds of text that are told apart, besides taking all together.
+        groups: Number of kinds of text that are also evaluated separately.
 
     Example:
         >>> metric = TokenMean()
@@ -53,8 +53,8 @@ class TokenMean(Metric):
 
         Args:
             loss_sum: Summed cross entropy in nats, (groups,), or 0-d for one group.
-            tokens: Labels that it is summed over, likewise.
-            bytes: Bytes of text that these labels stand for, likewise; None where that is not known.
+            tokens: Number of labels in the sum, same shape.
+            bytes: Bytes of text that these labels stand for, same shape; None if unknown.
         """
         self.loss_sum += loss_sum.detach().double()
         self.tokens += tokens
@@ -64,9 +64,9 @@ class TokenMean(Metric):
 
     @override
     def compute(self) -> dict[str, Tensor]:
-        """Return `loss` (nats per token) and, where bytes are known, `bits_per_byte`; 0-d float64.
+        """Return `loss` (nats per token) and, if bytes are known, `bits_per_byte`; 0-d float64.
 
-        And `group_loss`, `group_bits_per_byte` and `group_tokens`, (groups,). Without a single token a loss
+        Also returns `group_loss`, `group_bits_per_byte` and `group_tokens`, (groups,). Without tokens a loss
         is NaN.
         """
         means = {

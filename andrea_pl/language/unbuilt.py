@@ -1,4 +1,4 @@
-"""A network whose sizes are the data's, and are not known before a trainer brings module and data together.
+"""A network whose sizes come from the data, and are unknown until a trainer connects module and data.
 
 LanguageModule(TransformerConfig(d_model=…, …))      vocab_size, block_size left out: UnbuiltNetwork
 trainer.fit(module, datamodule=…) ─> complete()      the datamodule's sizes, or those of ckpt_path
@@ -23,13 +23,13 @@ SIZES = ("vocab_size", "block_size")
 
 
 class UnbuiltNetwork(nn.Module):
-    """Stands for a network until its sizes are known; whatever needs weights raises.
+    """Stands in for a network until its sizes are known. Everything that needs weights raises.
 
     Args:
         config: The shape, without `vocab_size`, `block_size` or both.
 
     Raises:
-        UserError: Whenever it is used; the message names what is missing.
+        UserError: On every use; the message names the missing sizes.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -38,17 +38,17 @@ class UnbuiltNetwork(nn.Module):
         self._dtype = torch.get_default_dtype()
 
     def build(self) -> RoPELanguageModel:
-        """Return the network that a module with given sizes would have built when it was made.
+        """Return the network that the module would have built in its constructor with these sizes.
 
-        Lightning calls `configure_model` with other defaults for device and type in force, which would draw
-        other numbers: the network is made on the CPU in the type of then, and moved by the strategy.
+        Lightning calls `configure_model` with other default devices and dtypes, which would draw other random
+        numbers. So the network is made on the CPU with the earlier dtype, and the strategy moves it.
         """
         require_memory(self.config)
         with torch.device("cpu"), _default_dtype(self._dtype):
             return RoPELanguageModel(self.config)
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
-        """Say what is missing."""
+        """Return the error about the missing sizes."""
         names = " and ".join(self.config.missing) or "weights"
         raise UserError(
             f"the network is not built yet: its {names} were left out. Give them "
@@ -67,16 +67,16 @@ class UnbuiltNetwork(nn.Module):
 
 
 def built(network: Any, source: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return a network that is built, with sizes that were left out taken from a datamodule or a shape.
+    """Return a built network, with missing sizes from a datamodule or a shape.
 
     Args:
-        network: An `UnbuiltNetwork`, also within `torch.compile`; any other comes back as it is.
-        source: Has `vocab_size` and `block_size`; None where nothing more is known.
-        device: Where the weights go.
-        dtype: Their type.
+        network: An `UnbuiltNetwork`, possibly within `torch.compile`. Any other network is returned as it is.
+        source: An object with `vocab_size` and `block_size`, or None.
+        device: Device for the weights.
+        dtype: Dtype of the weights.
 
     Raises:
-        UserError: If a size is not known.
+        UserError: If a size is unknown.
     """
     wrapped = getattr(network, "_orig_mod", None)  # torch.compile(module.network)
     unbuilt = network if wrapped is None else wrapped
@@ -90,7 +90,7 @@ def built(network: Any, source: Any, device: torch.device, dtype: torch.dtype) -
 
 
 def shard(network: RoPELanguageModel, mesh: Any) -> None:
-    """Share the parameters of a network out among the ranks of a device mesh, by layers (FSDP2)."""
+    """Shard the parameters of a network over a device mesh, by layers (FSDP2)."""
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     for layer in (network.embedding, *network.blocks, network.final_norm, network.output):
@@ -99,15 +99,15 @@ def shard(network: RoPELanguageModel, mesh: Any) -> None:
 
 
 def complete(config: TransformerConfig, source: Any) -> TransformerConfig:
-    """Return a shape with the sizes that were left out taken from a datamodule or another shape."""
+    """Return a shape with missing sizes taken from a datamodule or another shape."""
     return replace(config, **{name: _size(source, name) for name in config.missing})
 
 
 def compare(config: TransformerConfig, datamodule: Any) -> None:
-    """Refuse a size that was given and is too small for the data's.
+    """Refuse a given size that is too small for the data.
 
     Raises:
-        UserError: If one is; the message names both.
+        UserError: If a size is too small; the message names both.
     """
     for name in SIZES:
         ours, theirs = getattr(config, name), _size(datamodule, name)
@@ -119,16 +119,16 @@ def compare(config: TransformerConfig, datamodule: Any) -> None:
 
 
 def knows_sizes(config: TransformerConfig, datamodule: Any) -> bool:
-    """Say whether a datamodule has what a shape lacks, without raising where it learns that later."""
+    """Return whether a datamodule has a shape's missing sizes; False if it gets them later."""
     with suppress(Exception):  # a property of the user's may raise anything before `setup`
         return all(_size(datamodule, name) is not None for name in config.missing)
     return False
 
 
 def require_memory(config: TransformerConfig) -> None:
-    """Refuse a network that exceeds the memory of this machine, before any is allocated.
+    """Refuse a network that exceeds this machine's memory, before anything is allocated.
 
-    One whose sizes are not known yet, or that is made without memory (the device `meta`), goes through.
+    A network with unknown sizes, or on the device `meta`, passes.
     """
     if not config.missing and torch.get_default_device().type != "meta":
         refuse_what_cannot_fit(config.to_dict(), *config.sizes)

@@ -14,14 +14,14 @@ class WarmupCosine:
 
     Args:
         warmup_updates: Updates of the warm-up.
-        min_lr_ratio: Rate at the end, as a factor of the base rate.
+        min_lr_ratio: Learning rate at the end, as a factor of the base rate.
     """
 
     def __init__(self, warmup_updates: int, min_lr_ratio: float) -> None:
         self.warmup_updates = warmup_updates
         self.min_lr_ratio = min_lr_ratio
         self.total_updates: int | None = None
-        """Length of the run, None before it starts."""
+        """Length of the run in updates, None before it starts."""
 
     def factor(self, index: int) -> float:
         """Return the factor of an update; the run's length matters, and is known, from the second on."""
@@ -29,7 +29,7 @@ class WarmupCosine:
         return warmup_cosine(index, total, self.warmup_updates, self.min_lr_ratio)
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Learn how long the run is, now that loops and loaders are restored; nothing without this schedule.
+        """Set the run's length, now that loops and loaders are restored. Without this schedule, do nothing.
 
         Raises:
             UserError: If the run has no length, or is no longer than the warm-up.

@@ -1,4 +1,4 @@
-"""The keys and values that attention has already seen, kept so that a new token costs one row.
+"""A cache of attention's keys and values, so that a new token costs only one row.
 
 B batch, S new tokens, H heads, K head width, C capacity.
 """
@@ -12,7 +12,7 @@ class KeyValueCache:
 
     Args:
         n_layers: Number of layers.
-        capacity: Most tokens kept, C.
+        capacity: Maximum number of tokens, C.
     """
 
     def __init__(self, n_layers: int, capacity: int) -> None:
@@ -34,5 +34,5 @@ class KeyValueCache:
         return keys[:, :, :end], values[:, :, :end]
 
     def advance(self, tokens: int) -> None:
-        """Count the tokens that every layer has now stored."""
+        """Advance by the tokens that every layer has now stored."""
         self.length += tokens

@@ -12,24 +12,24 @@ class TransformerConfig:
     """Shape and options of `RoPELanguageModel`.
 
     Args:
-        vocab_size: Number of token ids, V. Ids are 0 … V - 1. Left out, a `LanguageModule` takes the data's.
-        block_size: Longest sequence in tokens that attention may see. Left out, a `LanguageModule` takes the
+        vocab_size: Number of token ids, V. Ids are 0 … V - 1. By default a `LanguageModule` uses the data's.
+        block_size: Longest sequence in tokens that attention may see. By default a `LanguageModule` uses the
             data's.
         d_model: Width of the residual stream, D. Must be a multiple of `n_heads`.
         n_heads: Number of attention heads, H. The head width `d_model / n_heads` must be even (RoPE turns
             pairs).
         n_layers: Number of transformer blocks.
-        d_ff: Hidden width of the feed-forward layer; four times `d_model` when left out.
+        d_ff: Hidden width of the feed-forward layer; by default four times `d_model`.
         dropout: Probability of dropping an activation after each sub-layer, and an attention weight.
         activation: `gelu` (two matrices) or `swiglu` (three matrices, gated).
         norm: `layer` for LayerNorm or `rms` for RMSNorm, before each sub-layer and before the output.
-        norm_weight: Whether norms have a learned scale. Without it every parameter is a matrix (as Muon
-            asks).
+        norm_weight: Whether norms have a learned scale. Without it every parameter is a matrix, as Muon
+            requires.
         bias: Whether linear layers and LayerNorm have a bias.
         tie_output: Whether the output projection shares the embedding's matrix.
         rope_theta: Base of the rotary frequencies.
-        init_std: Standard deviation of the initial weights; residual projections get it divided by sqrt(2
-            layers).
+        init_std: Standard deviation of the initial weights; divided by sqrt(2 * n_layers) for residual
+            projections.
         activation_checkpointing: Recompute each block in the backward pass instead of keeping its
             activations.
 
@@ -87,7 +87,7 @@ class TransformerConfig:
 
     @property
     def missing(self) -> list[str]:
-        """Names of the sizes that were left out, without which no network can be built."""
+        """Names of the missing sizes, without which no network can be built."""
         return [name for name in ("vocab_size", "block_size") if getattr(self, name) is None]
 
     @property
@@ -95,7 +95,7 @@ class TransformerConfig:
         """Vocabulary size and block size.
 
         Raises:
-            UserError: If one was left out.
+            UserError: If one is missing.
         """
         if self.vocab_size is None or self.block_size is None:
             raise UserError(

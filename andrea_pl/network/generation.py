@@ -1,4 +1,4 @@
-"""Sampling from a language model, with the keys and values of what was read kept in a cache.
+"""Samples from a language model with a cache of keys and values.
 
 B prompts, C columns of context, V vocabulary.
 """
@@ -17,13 +17,13 @@ from andrea_pl.network.layout import TokenLayout, masked_layout
 from andrea_pl.network.transformer import RoPELanguageModel
 
 GREEDY = 1e-6
-"""Temperatures under this take the likeliest token: float32 logits hardly differ by less."""
+"""Temperatures below this take the likeliest token: float32 logits hardly differ by less."""
 
 UNIFORM = 1e30
-"""Temperatures over this divide by it: all tokens are equally likely, and float32 does not overflow."""
+"""Upper bound of the temperature. All tokens are equally likely there, and float32 does not overflow."""
 
 MOST_TOKENS = 1_000_000
-"""Most new tokens of one call."""
+"""Maximum number of new tokens per call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,17 +85,17 @@ def generate(
 ) -> list[list[int]]:
     """Continue prompts.
 
-    When the context has filled `block_size`, its older half is dropped and the rest is read anew.
+    When the context fills `block_size`, its older half is dropped and the rest is read again.
 
     Args:
-        model: The model; its training mode is put back afterwards.
-        prompts: At least one token each, at most `block_size`.
-        max_new_tokens: Most tokens to add to each.
-        sampling: How tokens are chosen.
-        end_id: The token after which a continuation is over; it is not returned.
-        usable_ids: Ids from here on are never chosen, where the tokenizer has fewer than the model.
-        generator: Makes draws repeatable; must live on the model's device.
-        use_cache: False reads the whole context for every token: the same result, slower.
+        model: The model. Its training mode is restored afterwards.
+        prompts: Lists of one to `block_size` token ids.
+        max_new_tokens: Maximum number of tokens to add to each prompt.
+        sampling: How to choose tokens.
+        end_id: The token that ends a continuation; it is not returned.
+        usable_ids: Number of ids that may be chosen, if the tokenizer has fewer than the model.
+        generator: Random generator on the model's device, for repeatable samples.
+        use_cache: False reads the whole context for every token. The result is the same, but slower.
 
     Returns:
         The new tokens of each prompt.
@@ -150,7 +150,7 @@ def _check_prompts(model: RoPELanguageModel, prompts: Sequence[Sequence[int]]) -
 
 
 class _Context:
-    """The tokens that the model looks at, padded on the left, and the cache of those it has read."""
+    """The current context, padded on the left, and the cache of the tokens already read."""
 
     def __init__(self, model: RoPELanguageModel, prompts: Sequence[Sequence[int]], use_cache: bool) -> None:
         self.model = model
@@ -166,7 +166,7 @@ class _Context:
         self.cache: KeyValueCache | None = None
 
     def append(self, token: Tensor) -> None:
-        """Add one column; make room first where the context is full."""
+        """Add one column. If the context is full, make room first."""
         block_size = self.model.block_size
         if self.ids.shape[1] == block_size:
             kept = max(1, block_size // 2)

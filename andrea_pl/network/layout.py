@@ -1,4 +1,4 @@
-"""Where the tokens of a padded batch lie, and the two moves between packed and padded.
+"""The positions of a padded batch's tokens, and conversions between packed and padded.
 
 B batch, S sequence, T valid tokens, E features.
 """
@@ -15,22 +15,22 @@ class TokenLayout:
     """How a flat list of tokens (N, E) becomes a batch (B, S, E) for attention and back.
 
     Linear layers, norms and the loss work on the flat list; only attention needs rows. With `index` the list
-    holds the valid tokens alone (N = T), so padding costs nothing outside attention; without it N = B * S.
+    holds only the valid tokens (N = T), so padding costs nothing outside attention. Without it N = B * S.
     """
 
     batch: int
     length: int
     index: Tensor | None = None
-    """(T,) int64, places of the valid tokens in the flattened batch; None if all are in the list."""
+    """(T,) int64, indices of the valid tokens in the flattened batch; None if the list holds all tokens."""
     positions: Tensor | None = None
     """(B, S) int64 rotary positions; None for 0 … S - 1 in every row."""
     mask: Tensor | None = None
-    """(B, 1, S, keys) bool, True where a query may look; None for plain attention."""
+    """(B, 1, S, keys) bool, true for keys that a query may see; None for plain attention."""
     causal: bool = True
-    """Whether a query is limited to the keys up to its own place; only read where `mask` is None."""
+    """Whether a query sees only keys up to its own position; used only if `mask` is None."""
 
     def pad(self, flat: Tensor) -> Tensor:
-        """Turn (N, E) into (B, S, E); places without a token are zero."""
+        """Turn (N, E) into (B, S, E); positions without a token are zero."""
         if self.index is not None:
             rows = flat.new_zeros(self.batch * self.length, flat.shape[-1])
             flat = rows.index_copy(0, self.index, flat)
@@ -43,18 +43,18 @@ class TokenLayout:
 
 
 def is_right_padded(valid_mask: Tensor) -> bool:
-    """Say whether in every row of (B, S) all valid places come before all others.
+    """Return whether every row of (B, S) has all its valid positions first.
 
-    Reads the answer on the host, which waits for an accelerator.
+    The host waits for an accelerator.
     """
     return not bool((valid_mask[:, 1:] & ~valid_mask[:, :-1]).any())
 
 
 def masked_layout(valid_mask: Tensor) -> TokenLayout:
-    """Lay out a batch whose padding may lie anywhere: left, right or in holes.
+    """Return the layout of a batch with padding anywhere: left, right or in between.
 
-    A row behaves as if its invalid places had been cut out: positions count valid tokens, and no valid query
-    sees an invalid key. An invalid query also sees itself, so that no row of the softmax is empty.
+    A row behaves as if its invalid positions were removed: rotary positions count valid tokens, and no valid
+    query sees an invalid key. An invalid query also sees itself, so that no row of the softmax is empty.
 
     Args:
         valid_mask: (B, S) bool.
@@ -68,7 +68,7 @@ def masked_layout(valid_mask: Tensor) -> TokenLayout:
 
 
 class _SelectRows(torch.autograd.Function):
-    """`index_select` over distinct rows: its backward copies rows instead of adding them one by one."""
+    """`index_select` of distinct rows, whose backward pass copies rows instead of adding them one by one."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
@@ -83,5 +83,5 @@ class _SelectRows(torch.autograd.Function):
 
 
 def select_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """Take the rows (T, E) of (N, E) that `index` (T,) names; no row may be named twice."""
+    """Return the rows (T, E) of (N, E) at `index` (T,), which must be distinct."""
     return cast(Tensor, _SelectRows.apply(rows, index))

@@ -1,4 +1,4 @@
-"""How much memory a network needs, before anything of it is allocated."""
+"""Computes how much memory a network needs before anything of it is allocated."""
 
 import os
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from andrea_pl.errors import UserError
 
 WEIGHT_BYTES = 4
 POSITION_BYTES = 16
-"""Angles of the rotary positions while they are computed, in float64, and their cosine and sine."""
+"""Bytes per rotary angle: the float64 angle during its computation, and its cosine and sine."""
 
 BLOCK_BYTES = 20_000
-"""About what the modules of one block take besides their weights."""
+"""Approximate bytes per block besides its weights."""
 
 
 BOUNDS = {
@@ -20,19 +20,19 @@ BOUNDS = {
     "trainer.devices": (-1, 65_536),
     "trainer.num_nodes": (1, 1_000_000),
 }
-"""Least and most of settings that are out of all proportion beyond; three of them start processes."""
+"""Sensible bounds of settings; three of them start processes."""
 
 
 def refuse_what_cannot_fit(network: Mapping[str, Any], vocab_size: int, block_size: int) -> None:
-    """Refuse a network whose weights and tables alone are more than the memory of this machine.
+    """Refuse a network whose weights and tables exceed this machine's memory.
 
     Args:
         network: Options of `TransformerConfig`.
-        vocab_size: Token ids.
-        block_size: Tokens of the longest sequence.
+        vocab_size: Number of token ids.
+        block_size: Length of the longest sequence in tokens.
 
     Raises:
-        UserError: If it cannot fit; the message says what takes most.
+        UserError: If the network does not fit; the message names the largest part.
     """
     sizes = [network.get(name) for name in ("d_model", "n_heads", "n_layers")]
     if not all(isinstance(size, int) and size > 0 for size in [*sizes, vocab_size, block_size]):
@@ -48,10 +48,10 @@ def refuse_what_cannot_fit(network: Mapping[str, Any], vocab_size: int, block_si
 
 
 def refuse_absurd_numbers(values: Any, key: str = "") -> None:
-    """Refuse numbers that no setting means: seeds that no generator takes, counts past what is counted in.
+    """Refuse numbers out of range: seeds that no generator accepts, counts that overflow.
 
     Raises:
-        UserError: If there is one; the message names its key.
+        UserError: If a number is out of range; the message names its key.
     """
     if isinstance(values, Mapping):
         for name, part in cast("Mapping[str, Any]", values).items():
@@ -69,7 +69,7 @@ def refuse_absurd_numbers(values: Any, key: str = "") -> None:
 
 
 def memory_needs(network: Mapping[str, Any], vocab_size: int, block_size: int) -> dict[str, int]:
-    """Return the bytes of weights and tables, by what decides them."""
+    """Return the bytes of weights and tables, by the option that determines them."""
     width, heads, layers = int(network["d_model"]), int(network["n_heads"]), int(network["n_layers"])
     hidden = network.get("d_ff")
     hidden = 4 * width if hidden is None else int(hidden)
@@ -84,7 +84,7 @@ def memory_needs(network: Mapping[str, Any], vocab_size: int, block_size: int) -
 
 
 def machine_memory() -> int | None:
-    """Return the bytes of memory and swap of this machine, None where that is not known."""
+    """Return the bytes of memory and swap of this machine, None if unknown."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123  no path of anybody's
             sizes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}

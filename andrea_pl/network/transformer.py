@@ -65,7 +65,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", angles.sin().to(torch.get_default_dtype()), persistent=False)
 
     def tables(self, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine, each (1 or B, S, 1, K / 2), for the places of a layout."""
+        """Return cosine and sine, each (1 or B, S, 1, K / 2), for the positions of a layout."""
         if layout.positions is None:
             return self.cos[None, : layout.length, None], self.sin[None, : layout.length, None]
         return self.cos[layout.positions][:, :, None], self.sin[layout.positions][:, :, None]
@@ -100,7 +100,7 @@ class CausalSelfAttention(nn.Module):
         cache: KeyValueCache | None = None,
         layer: int = 0,
     ) -> Tensor:
-        """Map (N, D) to (N, D); rows exist only inside."""
+        """Map (N, D) to (N, D)."""
         rows = cast(Tensor, layout.pad(self.qkv(x)).unflatten(-1, (3, self.n_heads, -1)))
         query = rotate(rows[:, :, 0], tables).transpose(1, 2)
         key = rotate(rows[:, :, 1], tables).transpose(1, 2)
@@ -192,24 +192,24 @@ class RoPELanguageModel(nn.Module):
         token_index: Tensor | None = None,
         chosen: Tensor | None = None,
     ) -> Tensor:
-        """Predict the next token at every place, or at chosen ones.
+        """Predict the next token at every position, or at chosen ones.
 
         Args:
             input_ids: (B, S) int64, S at most `block_size`.
-            valid_mask: (B, S) bool, False at padding; None when there is none. Right padding takes the plain
-                causal path, since no valid query sees a later key; other padding is masked. Which of the two
-                is decided on the host: on an accelerator use `token_index`, which waits for nothing.
+            valid_mask: (B, S) bool, false for padding; None without padding. Right padding uses plain causal
+                attention, since no valid query sees a later key. Other padding is masked. The host decides
+                between the two; on an accelerator use `token_index`, which does not wait.
             token_index: (T,) int64, as for `hidden_states`.
-            chosen: (C,) int64, each once: which of the T tokens, of all B * S where there is no
-                `token_index`, are predicted from.
+            chosen: (C,) int64, distinct: the tokens to predict from, as indices into the T tokens of
+                `token_index`, or else into all B * S.
 
         Returns:
-            Logits (B, S, V); those at invalid places are finite and mean nothing. With `chosen` they are
-            (C, V), with `token_index` alone (T, V).
+            Logits (B, S, V); those at invalid positions are finite but meaningless. With `chosen` they are
+            (C, V), with only `token_index` (T, V).
 
         Raises:
-            UserError: If the sequence is longer than `block_size`, or an id is out of range, which is looked
-                at on the CPU and not compiled.
+            UserError: If the sequence is longer than `block_size`, or an id is out of range (checked on the
+                CPU, unless compiled).
         """
         hidden = self.hidden_states(input_ids, valid_mask, token_index)
         if chosen is not None:
@@ -224,9 +224,9 @@ class RoPELanguageModel(nn.Module):
 
         Args:
             input_ids: (B, S) int64.
-            valid_mask: (B, S) bool, as for `forward`. Not read when `token_index` is given.
-            token_index: (T,) int64, where in the flattened batch the valid tokens of a *right-padded* batch
-                lie. Then padding is left out of everything but attention, and only these tokens are returned.
+            valid_mask: (B, S) bool, as for `forward`. Ignored if `token_index` is given.
+            token_index: (T,) int64, indices of the valid tokens in the flattened *right-padded* batch. With
+                it, padding takes part only in attention, and only these tokens are returned.
 
         Returns:
             (T, D) with `token_index`, (B * S, D) without.
@@ -279,9 +279,9 @@ class RoPELanguageModel(nn.Module):
 
 
 def flops_per_token(network: RoPELanguageModel) -> float:
-    """Return the floating-point operations of forward and backward pass for one token, 6N + 12LDS/2.
+    """Return the floating-point operations per token of forward and backward pass, 6N + 12LDS/2.
 
-    N are the weights that multiply (all but the embedding's), and attention is causal over sequences of
+    N is the number of multiplying weights (all but the embedding's). Attention is causal over sequences of
     `block_size`; shorter ones cost less (Chowdhery et al., 2022, appendix B, halved for the causal mask).
     """
     config = network.config

@@ -1,6 +1,6 @@
 """One clip over all gradients of an optimizer, by their global L2 norm.
 
-optimizer ──gradient_norm──> GradientNorm       kept until a gradient changes, for whoever asks next
+optimizer ──gradient_norm──> GradientNorm       cached until a gradient changes
           ──clip_gradients──> coefficient ─┬─> grad_scale, found_inf: a fused step divides as it reads
                                            └─> one pass over the gradients, for any other optimizer
 """
@@ -31,7 +31,7 @@ from andrea_pl.optim.extension import ExtensionError, load_extension
 from andrea_pl.optim.next_step import SCALED_DTYPES, NextStep, supports_grad_scale, supports_skip_flag
 
 Gradients = Optimizer | Tensor | Iterable[Tensor]
-"""Whose gradients are measured or clipped: an optimizer's, or those of parameters."""
+"""The gradients to measure or clip: those of an optimizer, or of parameters."""
 
 ClipperKind = Literal["auto", "torch", "extension"]
 
@@ -41,16 +41,15 @@ _told: set[str] = set()
 
 
 class Clipper:
-    """Measures and clips the gradients of optimizers, whatever their kind, devices and sharding.
+    """Measures and clips the gradients of optimizers of any kind, on any devices, sharded or not.
 
-    A norm is computed once and kept until a gradient is replaced or written to, or the optimizer steps.
-    Writes that torch does not count, through `.data` and by `GradScaler.unscale_`, are not seen: call
-    `invalidate` after.
+    A norm is computed once and cached until a gradient is replaced or written to, or the optimizer steps. The
+    cache does not see writes that torch does not count, through `.data` and by `GradScaler.unscale_`. Call
+    `invalidate` after them.
 
     Args:
-        kind: `torch` uses torch's own operations; `extension` the compiled kernels, for float32, bfloat16 and
-            float16 gradients that are dense; `auto` the kernels where they can be built, and says so where
-            not.
+        kind: `torch` uses torch's operations. `extension` uses compiled kernels for dense float32, bfloat16
+            and float16 gradients. `auto` uses the kernels if they can be built, and otherwise warns.
 
     Raises:
         UserError: If `kind` is none of these.
@@ -72,10 +71,10 @@ class Clipper:
         self.__init__(state["kind"])
 
     def has_extension(self, device: torch.device) -> bool:
-        """Say whether gradients on a device are measured by the extension, building it on the first call.
+        """Return whether to use the extension on a device; the first call builds it.
 
         Raises:
-            ExtensionError: If the kind is `extension` and it cannot be had.
+            ExtensionError: If the kind is `extension`, and it cannot be built or loaded.
         """
         if self.kind == "torch":
             return False
@@ -92,13 +91,13 @@ class Clipper:
         return self._extended[device]
 
     def agree_on_extension(self, device: torch.device) -> None:
-        """Have all ranks use the extension, or none, so that their norms are the same to the last bit.
+        """Make either all ranks or no rank use the extension, so that their norms are equal bit for bit.
 
         Args:
-            device: That of this rank. All ranks must call this together.
+            device: This rank's device. All ranks must call this together.
 
         Raises:
-            ExtensionError: On every rank, if the kind is `extension` and one of them cannot have it.
+            ExtensionError: On every rank, if the kind is `extension` and one rank cannot build or load it.
         """
         fault: Exception | None = None
         try:
@@ -121,14 +120,14 @@ class Clipper:
         self._extended[device] = False
 
     def gradient_norm(self, optimizer: Gradients) -> GradientNorm:
-        """Return norms and non-finite counts of gradients, as they are.
+        """Return norms and non-finite counts of the current gradients.
 
         Args:
-            optimizer: One, whose norm is kept until a gradient changes; or parameters, as an iterable or a
-                single one, measured each time.
+            optimizer: An optimizer, whose norm is cached until a gradient changes; or parameters, as an
+                iterable or a single tensor, which are measured each time.
 
         Raises:
-            UserError: If it is something else, or there is no parameter.
+            UserError: If the argument is something else, or there is no parameter.
         """
         owner = _owner(optimizer)
         if isinstance(owner, list):
@@ -139,23 +138,25 @@ class Clipper:
     def clip_gradients(self, optimizer: Gradients, max_norm: float, skip: Tensor | None = None) -> Tensor:
         """Clip to a global norm: `g * min(1, max_norm / norm)` (Pascanu et al., 2013).
 
-        A fused optimizer divides within its next step, by `grad_scale`, and its gradients stay as they are
-        until then; any other has them scaled here. A norm that is not finite clips nothing. Nothing waits for
-        an accelerator. A step that never comes leaves nothing behind, if gradients are set to None before the
-        next backward pass, as `zero_grad` does, or clipped again.
+        A fused optimizer divides its gradients during its next step, by `grad_scale`; until then they do not
+        change. For any other optimizer the gradients are scaled here. A norm that is not finite clips
+        nothing. Nothing waits for an accelerator. If the step never happens, nothing remains once gradients
+        are set to None, as by `zero_grad`, or clipped again.
 
         Args:
-            optimizer: One; or parameters, as an iterable or a single one, whose gradients are scaled here.
-            max_norm: More than 0; `inf` clips nothing.
-            skip: 0-d float32, 1 where the next step must change nothing, else 0. Only for an optimizer that
+            optimizer: An optimizer; or parameters, as an iterable or a single tensor, whose gradients are
+                scaled here.
+            max_norm: Threshold, more than 0; `inf` clips nothing.
+            skip: 0-d float32; if it is 1, the next step changes nothing. Only for an optimizer that
                 `supports_skip_flag`.
 
         Returns:
             The coefficient, 0-d float64 (float32 on devices without it).
 
         Raises:
-            UserError: If it is neither, there is no parameter, or `max_norm` is out of range.
-            ValueError: If what is given has no step that can be skipped.
+            UserError: If the argument is something else, there is no parameter, or `max_norm` is out of
+                range.
+            ValueError: If `skip` is given for something without a step that can be skipped.
         """
         owner = _owner(optimizer)
         if not max_norm > 0:  # a negative one would flip signs
@@ -209,7 +210,7 @@ class Clipper:
         return coefficient
 
     def scale_now(self, optimizer: Optimizer) -> None:
-        """Do now what was left to the optimizer's next step, for whoever must see clipped gradients."""
+        """Apply now the clip that was left to the next step, for code that reads the gradients."""
         divisor = self._next_step.divisor_of(optimizer)
         skip = self._next_step.skip_flag_of(optimizer)
         self._next_step.remove(optimizer)
@@ -220,7 +221,7 @@ class Clipper:
             self._next_step.put(optimizer, None, skip)
 
     def invalidate(self, optimizer: Optimizer) -> None:
-        """Have the norm computed anew the next time, since gradients were written to behind torch's back."""
+        """Drop the cached norm after a write to gradients that torch does not count."""
         self._norms.invalidate(optimizer)
 
     def _clip_on_host(self, optimizer: Optimizer, norm: GradientNorm, max_norm: float) -> Tensor:
@@ -236,7 +237,7 @@ class Clipper:
         return result
 
     def _figures(self, norm: GradientNorm, max_norm: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Return coefficient, its inverse in float32, and 1 where norm or inverse are beyond float32."""
+        """Return coefficient, its inverse in float32, and 1 if norm or inverse overflow float32, else 0."""
         if self.has_extension(norm.total.device):
             figures, controls = torch.ops.andrea_clip.clip_figures(norm.rows, max_norm)
             return figures[1], controls[0], controls[1]
@@ -248,7 +249,7 @@ class Clipper:
         return coefficient, ratio.clamp(max=LARGEST).float(), overflow.float()
 
     def _squared_norms(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Measure with the extension what it takes, the rest with torch."""
+        """Measure supported gradients with the extension, and the rest with torch."""
         parts: dict[int, Tensor] = {}
         for places, is_supported in self._groups(tensors):
             group = [tensors[place] for place in places]
@@ -277,7 +278,7 @@ class Clipper:
                     each.mul_(factor)
 
     def _groups(self, tensors: Sequence[Tensor]) -> list[tuple[list[int], bool]]:
-        """Return places of tensors that go together, and whether the extension takes them."""
+        """Return groups of indices of similar tensors, and whether the extension supports each group."""
         groups: dict[Any, list[int]] = {}
         for place, tensor in enumerate(tensors):
             key = (tensor.dtype, tensor.device, tensor.layout, _is_dense(tensor))
@@ -289,7 +290,7 @@ class Clipper:
 
 
 def _owner(gradients: Gradients) -> Optimizer | list[Tensor]:
-    """Return the raw optimizer, or the parameters each once."""
+    """Return the raw optimizer, or the distinct parameters."""
     if isinstance(gradients, LightningOptimizer):
         return gradients.optimizer
     if isinstance(gradients, Optimizer):
@@ -321,7 +322,7 @@ def _gradients(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Say whether there are elements, and they fill one stretch of memory, in whatever order."""
+    """Return whether a tensor has elements, and they fill one stretch of memory in any order."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
     if tensor.is_contiguous():

@@ -1,7 +1,7 @@
-"""The clip extension: `csrc/` compiled once by the machine's own compilers, kept in torch's extension cache.
+"""The clip extension: compiles `csrc/` once with the machine's compilers, into torch's extension cache.
 
-Two libraries on LibTorch's stable ABI, in no need of each other's compiler: one defines the operators and
-runs them on CPUs (a C++ compiler, seconds), one runs them on one CUDA architecture (nvcc besides).
+There are two libraries on LibTorch's stable ABI. One defines the operators and runs them on CPUs; it needs
+only a C++ compiler and seconds. The other runs them on one CUDA architecture, and also needs nvcc.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from andrea_pl.optim.ownership import PlantedError, refuse_others
 SOURCES = Path(__file__).parents[1] / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
 STABLE_ABI = "0x020a000000000000"
-"""The interface of torch 2.10, which every later torch keeps."""
+"""The stable ABI of torch 2.10, which later versions of torch support."""
 
 _loaded: set[str] = set()
 
@@ -37,7 +37,7 @@ class ExtensionError(UserError):
 
 
 def load_extension(device: torch.device) -> None:
-    """Make the operators `torch.ops.andrea_clip` available on a device, built now where they are not yet.
+    """Make the operators `torch.ops.andrea_clip` available on a device; build them if necessary.
 
     Args:
         device: A CPU or a CUDA device.
@@ -60,16 +60,16 @@ def load_extension(device: torch.device) -> None:
 
 
 def build_extension(target: str) -> Path:
-    """Compile the library of a target, unless it lies in the cache.
+    """Compile the library of a target, unless it is in the cache.
 
     Args:
         target: `cpu`, or a CUDA architecture: `sm_90`, `90` or `9.0`.
 
     Returns:
-        The library.
+        The library's path.
 
     Raises:
-        ExtensionError: If the target is not known, or the compiler missing or failing.
+        ExtensionError: If the target is unknown, or the compiler is missing or fails.
     """
     target = canonical_target(target)
     if platform.system() == "Windows":
@@ -97,10 +97,10 @@ def build_extension(target: str) -> Path:
 
 
 def refuse_planted(path: Path) -> None:
-    """Refuse a library, or its folder, that somebody else could have written.
+    """Refuse a library that another user could have written.
 
     Raises:
-        ExtensionError: If it, or a folder above it, is another user's or can be written by others.
+        ExtensionError: If it, or a folder above it, belongs to another user or can be written by others.
     """
     try:
         refuse_others(path)
@@ -112,7 +112,7 @@ def refuse_planted(path: Path) -> None:
 
 
 def _compile(command: Sequence[str], library: Path, target: str) -> None:
-    """Run the compiler, and put the library in its place only when it is whole."""
+    """Run the compiler, and rename the library to its final name when it is complete."""
     compiler = Path(command[0]).name
     rank_zero_info(f"building the clip extension for {target} with {compiler}, once …")
     start = time.monotonic()
@@ -152,12 +152,12 @@ def _load_once(name: str, build: Callable[[], Path]) -> None:
 
 
 def _is_defined(name: str) -> bool:
-    """Say whether a library that is not ours to count defined the operators; defining them twice is fatal."""
+    """Return whether another library has defined the operators; defining them twice is fatal."""
     return name == "cpu" and hasattr(torch.ops.andrea_clip, "squared_norms")
 
 
 def _register_fakes() -> None:
-    """Tell torch.compile the shapes of the operators' results."""
+    """Register the shapes of the operators' results for torch.compile."""
 
     def squared_norms(gradients: list[Tensor]) -> Tensor:
         return gradients[0].new_empty((len(gradients), 2), dtype=torch.float64)
@@ -174,10 +174,10 @@ def _register_fakes() -> None:
 
 
 def canonical_target(target: str) -> str:
-    """Return `cpu` or an architecture as nvcc writes it, sm_90 for 9.0 and 90.
+    """Return `cpu`, or an architecture in nvcc's notation, such as sm_90 for 9.0 and 90.
 
     Raises:
-        ExtensionError: If it is neither.
+        ExtensionError: If the target is neither.
     """
     if target == "cpu":
         return target
@@ -188,7 +188,7 @@ def canonical_target(target: str) -> str:
 
 
 def _options(target: str) -> list[str]:
-    """Return the compiler's options, all but its output."""
+    """Return the compiler's options, except the output."""
     torch_folder = Path(torch.__file__).parent
     shared = [
         "-O3",
@@ -247,7 +247,7 @@ def _what_to_install(target: str) -> str:
 
 
 def _cache() -> Path:
-    """Return the folder in which torch keeps extensions."""
+    """Return torch's folder of extensions."""
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
     if named:
         return _home_expanded(named)
@@ -273,7 +273,7 @@ def _without_home() -> ExtensionError:
 
 
 def _fingerprint(target: str) -> str:
-    """Return a name for what is built: sources, options, torch and kind of machine, no compiler's place."""
+    """Return a hash of sources, options, torch and kind of machine, but not of the compiler's path."""
     options = [each for each in _options(target) if not each.startswith(("-I", "-L", "/"))]
     digest = hashlib.sha256(repr((options, torch.__version__, platform.machine())).encode())
     for source in sorted(SOURCES.iterdir()):
@@ -283,7 +283,7 @@ def _fingerprint(target: str) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Generator[None]:
-    """Be the only process that builds here, if the file system has locks."""
+    """Hold a lock so that only one process builds, if the file system has locks."""
     with path.open("w") as file:
         lock(file.fileno(), wait=True)
         yield

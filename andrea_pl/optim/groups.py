@@ -1,4 +1,4 @@
-"""Which parameters decay, and AdamW over them."""
+"""Parameter groups with and without weight decay, and optimizers over them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,11 +17,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     """Split trainable parameters by number of dimensions: matrices and larger decay, vectors do not.
 
     Args:
-        model: Its trainable parameters are taken, shared ones once.
-        weight_decay: For the group that decays.
+        model: A model; shared parameters count once.
+        weight_decay: Weight decay of the first group.
 
     Returns:
-        One or two groups, named `decay` and `no_decay`; a group without parameters is left out.
+        Groups named `decay` and `no_decay`, without empty ones.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -40,17 +40,17 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> torch.optim.AdamW:
-    """Return AdamW (Loshchilov and Hutter, 2019) over `parameter_groups`, fused where torch has a kernel.
+    """Return AdamW (Loshchilov and Hutter, 2019) over `parameter_groups`, fused if torch has a kernel.
 
     Args:
-        model: On its final device.
+        model: The model, on its final device.
         lr: Base learning rate.
         weight_decay: Decoupled decay of matrices, as a factor of the learning rate.
         betas: Decay of the first and the second moment.
         eps: Added to the root of the second moment.
 
     Raises:
-        UserError: If nothing is trainable or a value is out of range.
+        UserError: If no parameter is trainable, or a value is out of range.
     """
     if lr < 0 or weight_decay < 0:
         raise UserError(f"lr and weight_decay must be at least 0, got {lr} and {weight_decay}")
@@ -63,7 +63,7 @@ def build_optimizer(
 
 
 def can_fuse(groups: list[Mapping[str, Any]] | list[dict[str, Any]]) -> bool:
-    """Say whether fused kernels take every parameter of these groups."""
+    """Return whether fused kernels support every parameter of these groups."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     return all(each.is_floating_point() and each.device.type in FUSED_DEVICES for each in parameters)
 
@@ -71,7 +71,7 @@ def can_fuse(groups: list[Mapping[str, Any]] | list[dict[str, Any]]) -> bool:
 def build_named_optimizer(
     build: Callable[[Iterable[Any]], Optimizer], parameters: Iterable[nn.Parameter]
 ) -> Optimizer:
-    """Return an optimizer over the trainable parameters, built by a class with its options.
+    """Return an optimizer of a given class with its options, over the trainable parameters.
 
     Raises:
         UserError: If the class refuses its options or the parameters.

@@ -1,7 +1,7 @@
-"""What is left to an optimizer's next step: to divide its gradients as it reads them, or to change nothing.
+"""Leaves the division of gradients, or skipping, to an optimizer's next step.
 
 grad_scale   0-d float32: a fused step divides every gradient by it
-found_inf    0-d float32: where it is 1 the step changes nothing
+found_inf    0-d float32: if it is 1, the step changes nothing
 """
 
 from dataclasses import dataclass
@@ -20,24 +20,24 @@ from andrea_callbacks.numerics.gradient_norm import (
 )
 
 SCALED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Gradients that a fused step may divide by a float32 number without losing digits."""
+"""Dtypes of gradients that a fused step can divide by a float32 number without losing digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fold:
-    """What was put into an optimizer's next step: for which gradients, and whether `found_inf` is ours."""
+    """What was set for an optimizer's next step: for which gradients, and whether we set `found_inf`."""
 
     moment: GradientMoment
     skips: bool
 
 
 class NextStep:
-    """Puts a divisor and a skip flag into optimizers' next steps.
+    """Sets a divisor and a skip flag for optimizers' next steps.
 
-    Both are removed after the step, or with the gradients that they were meant for.
+    Both are removed after the step, or when the gradients that they were meant for are gone.
 
     Args:
-        norms: Knows for which gradients they are.
+        norms: The cache that identifies these gradients.
     """
 
     def __init__(self, norms: NormCache) -> None:
@@ -46,7 +46,7 @@ class NextStep:
         self._watched: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
     def put(self, optimizer: Optimizer, divisor: Tensor | None, skip: Tensor | None) -> None:
-        """Have the next step divide by `divisor`, and change nothing where `skip` is 1."""
+        """Make the next step divide by `divisor`, and change nothing if `skip` is 1."""
         if divisor is None and skip is None:
             return
         folded = cast(Any, optimizer)
@@ -56,7 +56,7 @@ class NextStep:
         self._folded[optimizer] = _Fold(moment=self._norms.moment(optimizer), skips=skip is not None)
 
     def remove(self, optimizer: Optimizer) -> None:
-        """Remove what was put into the optimizer's next step."""
+        """Remove what was set for the optimizer's next step."""
         fold = self._folded.pop(optimizer, None)
         if fold is None:
             return
@@ -69,11 +69,11 @@ class NextStep:
             del folded.found_inf
 
     def divisor_of(self, optimizer: Optimizer) -> Tensor | None:
-        """Return what the next step divides by, None where nothing was put in."""
+        """Return the divisor of the next step, None if none is set."""
         return getattr(optimizer, "grad_scale", None) if optimizer in self._folded else None
 
     def skip_flag_of(self, optimizer: Optimizer) -> Tensor | None:
-        """Return the flag that skips the next step, if it was set for gradients that are there still."""
+        """Return the next step's skip flag, if its gradients still exist."""
         fold = self._folded.get(optimizer)
         gradients = present_gradients(optimizer_parameters(optimizer))
         if fold is None or not fold.skips or not fold.moment.shares_one_with(gradients):
@@ -81,14 +81,14 @@ class NextStep:
         return cast(Tensor, cast(Any, optimizer).found_inf)
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Make sure that nothing outlives the step, or the gradients, that it was meant for."""
+        """Register hooks that remove everything after the step it was meant for."""
         if optimizer not in self._watched:
             self._watched[optimizer] = True
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Drop a coefficient that an exception left behind: none of its gradients is one of this step."""
+        """Drop a coefficient that an exception left behind, whose gradients are gone."""
         fold = self._folded.get(optimizer)
         gradients = present_gradients(optimizer_parameters(optimizer))
         if fold is not None and not fold.moment.shares_one_with(gradients):
@@ -100,10 +100,10 @@ class NextStep:
 
 
 def supports_skip_flag(optimizer: Optimizer) -> bool:
-    """Say whether a device can make the next step change nothing, by `found_inf`.
+    """Return whether the device can skip the optimizer's next step by `found_inf`.
 
-    Fused SGD with momentum cannot on its first step: skipped, torch 2.13 leaves its buffers as they were
-    allocated, and the second step takes them for momentum.
+    The first step of fused SGD with momentum cannot be skipped: torch 2.13 would leave its buffers
+    uninitialized, and the second step would use them as momentum.
     """
     return supports_grad_scale(optimizer) and not any(
         isinstance(optimizer, torch.optim.SGD)
@@ -117,7 +117,7 @@ def supports_skip_flag(optimizer: Optimizer) -> bool:
 
 
 def supports_grad_scale(optimizer: Optimizer) -> bool:
-    """Say whether a step divides gradients by `grad_scale`, in float32, as it reads them."""
+    """Return whether a step divides gradients by `grad_scale`, in float32, as it reads them."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
         group.get("fused") and all(each.dtype in SCALED_DTYPES for each in group["params"])
         for group in optimizer.param_groups

@@ -1,4 +1,4 @@
-"""Whether a file is this user's own, or could have been put there by somebody else."""
+"""Checks whether another user could have written a file."""
 
 import os
 import stat
@@ -6,23 +6,23 @@ from pathlib import Path
 
 
 class PlantedError(Exception):
-    """A file, or a folder on the way to it, that another user can write."""
+    """Another user can write a file, or a folder in its path."""
 
 
 def refuse_others(path: Path) -> None:
     """Refuse a file or folder that another user than root and this one could have written or replaced.
 
-    The rules are those of ssh for its keys: the file and every folder above it belong to this user or to
-    root, and nobody else can write them. A folder that others can write is passed where it has the sticky
-    bit, as `/tmp` does, because they can add to it there and replace nothing. A group of this user alone may
-    write, which is how many systems set up home folders.
+    The rules are those of ssh for its keys: the file and every folder above it must belong to this user or to
+    root, and must not be writable by others. A folder with the sticky bit, such as `/tmp`, is accepted, since
+    others can add files there but not replace any. A group that contains only this user may write, as many
+    systems set up home folders.
 
     Args:
-        path: An existing file or folder. Links are followed, and what they lie in is looked at too.
+        path: An existing file or folder. Links are followed, and their folders are checked too.
 
     Raises:
-        PlantedError: With the first that is not safe, and why.
-        OSError: If one cannot be looked at.
+        PlantedError: Names the first unsafe path and the reason.
+        OSError: If a path cannot be read.
     """
     if not hasattr(os, "geteuid"):  # Windows has other rules
         return
@@ -48,7 +48,7 @@ def _refuse(path: Path, is_itself: bool) -> None:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Say whether a group is root's, or has this user alone."""
+    """Return whether a group is root's, or contains only this user."""
     if gid == 0:
         return True
     try:

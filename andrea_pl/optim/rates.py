@@ -1,4 +1,4 @@
-"""What a resume with other options of the optimizer means for the scheduler that it restores."""
+"""Adjusts a restored scheduler to changed options of the optimizer."""
 
 from typing import Any, cast
 
@@ -34,10 +34,10 @@ LINEAR = {
     LinearLR,
     PolynomialLR,
 }
-"""Schedulers whose rate is the base rate times something; a subclass may do otherwise."""
+"""Schedulers whose rate is the base rate times a factor. Subclasses may differ."""
 
 ANNEALING = {CosineAnnealingLR, CosineAnnealingWarmRestarts}
-"""Schedulers of which the same holds where they end at 0."""
+"""Schedulers whose rate is the base rate times a factor if they end at 0."""
 
 
 SIZED = (
@@ -49,11 +49,11 @@ SIZED = (
     SequentialLR,
     ChainedScheduler,
 )
-"""Schedulers that have something for every parameter group, and raise where a group was added."""
+"""Schedulers with a value per parameter group, which raise if a group was added."""
 
 
 def can_take_new_groups(scheduler: Any) -> bool:
-    """Say whether a scheduler can move although a parameter group was added to its optimizer."""
+    """Return whether a scheduler can move after a parameter group was added to its optimizer."""
     known = scheduler
     while isinstance(known, SequentialLR | ChainedScheduler):
         known = cast(Any, known)._schedulers[0]
@@ -62,7 +62,7 @@ def can_take_new_groups(scheduler: Any) -> bool:
 
 
 def follows_base_rate(scheduler: Any) -> bool:
-    """Say whether a scheduler's rate is linear in the base rate."""
+    """Return whether a scheduler's rate is linear in the base rate."""
     kind = scheduler.__class__
     return kind in LINEAR or (kind in ANNEALING and not scheduler.eta_min)
 
@@ -73,11 +73,11 @@ def change_base_rate(
     """Scale the rate of a parameter group, in the optimizer and in its scheduler, to another base rate.
 
     Args:
-        optimizer: As restored from a checkpoint.
-        scheduler: Likewise; None where there is none.
-        number: Which group.
-        before: Its base rate in the run that wrote the checkpoint.
-        now: Its base rate in this run.
+        optimizer: The restored optimizer.
+        scheduler: The restored scheduler, or None.
+        number: The group's index.
+        before: The base rate in the run that wrote the checkpoint.
+        now: The base rate in this run.
 
     Raises:
         UserError: If the scheduler's rate is not linear in the base rate.
@@ -96,17 +96,17 @@ def change_base_rate(
 
 
 def keep_cycled_values(scheduler: Any | None, group: dict[str, Any], name: str, there: Any, here: Any) -> Any:
-    """Return the value that an option of a group takes where a scheduler may cycle it.
+    """Return the new value of a group's option that a scheduler may cycle.
 
     Args:
-        scheduler: As restored; OneCycleLR and CyclicLR may cycle momentum, or the first of AdamW's betas.
+        scheduler: The restored scheduler. OneCycleLR and CyclicLR may cycle momentum, or AdamW's first beta.
         group: The restored group.
         name: The option.
         there: Its value in the run that wrote the checkpoint.
         here: Its value in this run.
 
     Raises:
-        UserError: If the scheduler cycles what has changed.
+        UserError: If the scheduler cycles the changed value.
     """
     value = tuple(cast("list[Any]", here)) if isinstance(here, list) else here
     if not isinstance(scheduler, OneCycleLR | CyclicLR) or not getattr(scheduler, "cycle_momentum", False):
@@ -117,7 +117,7 @@ def keep_cycled_values(scheduler: Any | None, group: dict[str, Any], name: str, 
 
 
 def _rate_from_zero(scheduler: Any | None, number: int, now: float) -> Any:
-    """Return a group's rate at this moment where the old one, 0, has no factor to tell."""
+    """Return a group's current rate if the old base rate is 0, so that its factor is unknown."""
     if scheduler is None:
         return now
     if isinstance(scheduler, LambdaLR):

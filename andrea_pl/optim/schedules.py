@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of the update, and the schedulers made of them."""
+"""Learning-rate schedules as pure functions of the update, and schedulers based on them."""
 
 import math
 from collections.abc import Callable
@@ -18,9 +18,9 @@ def warmup_cosine(index: int, total_updates: int, warmup_updates: int, min_lr_ra
 
     Args:
         index: Updates that changed weights so far; 0 for the first.
-        total_updates: Length of the whole run, warm-up included; the factor stays at `min_lr_ratio`
-        afterwards.
-        warmup_updates: Updates of the warm-up; the first takes 1 / warmup_updates, the last the whole rate.
+        total_updates: Length of the whole run including the warm-up; afterwards the factor stays at
+            `min_lr_ratio`.
+        warmup_updates: Updates of the warm-up. The first uses 1 / warmup_updates of the rate, the last all.
         min_lr_ratio: Factor at the end.
 
     Returns:
@@ -46,16 +46,16 @@ def check_schedule(total_updates: int, warmup_updates: int, min_lr_ratio: float 
 class FactorLR(LambdaLR):
     """Sets the rate of every parameter group to one factor of its base rate.
 
-    A group that is added later follows too: its own `lr` is its base rate. `take_new_groups` gives it the
-    factor before its first update, as `TokenWeightedModule` does; elsewhere it follows from its second update
-    on.
+    Groups added later follow too, with their own `lr` as base rate. `take_new_groups` applies the factor
+    before a new group's first update; `TokenWeightedModule` calls it. Otherwise a new group follows from its
+    second update on.
 
     Args:
-        optimizer: Its groups' rates are the base rates.
+        optimizer: An optimizer whose groups' rates are the base rates.
         factor: Maps the number of moves so far to the factor.
 
     Raises:
-        UserError: If a group's `lr` is None, because the optimizer sets its rate itself.
+        UserError: If a group's `lr` is None because the optimizer sets its rate itself.
     """
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
@@ -68,12 +68,12 @@ class FactorLR(LambdaLR):
 
     @override
     def get_lr(self) -> list[float | Tensor]:
-        """Return the next rate of every group, those added since the last move included."""
+        """Return the next rate of every group, including groups added since the last move."""
         self._learn_base_rates()
         return super().get_lr()
 
     def take_new_groups(self) -> None:
-        """Set the rates of groups that were added since the last move to the factor of this moment."""
+        """Apply the current factor to groups added since the last move."""
         known = len(self.base_lrs)
         self._learn_base_rates()
         for group, base in zip(self.optimizer.param_groups[known:], self.base_lrs[known:], strict=True):
@@ -87,15 +87,15 @@ class FactorLR(LambdaLR):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, that of a plain `LambdaLR` included; the factor stays this run's."""
+        """Load a state, also that of a plain `LambdaLR`. The factor stays this run's."""
         self.__dict__.update({key: value for key, value in state_dict.items() if key != "lr_lambdas"})
         self.base_lrs = list(self.base_lrs)
         self._spread_factor()
 
     def refresh(self) -> None:
-        """Write the rates of this moment to the optimizer, as a factor that has changed would give them.
+        """Write the current rates to the optimizer after a change of the factor.
 
-        A group that was added since the last move keeps its own rate.
+        A group added since the last move keeps its own rate.
         """
         factor = self.lr_lambdas[0](self.last_epoch)
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=False):
@@ -107,7 +107,7 @@ class FactorLR(LambdaLR):
 
 
 def set_rate(group: dict[str, Any], rate: float | Tensor) -> None:
-    """Set the rate of a parameter group; one that is a tensor stays that tensor."""
+    """Set the rate of a parameter group. A tensor is changed in place."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate)
     else:
@@ -121,7 +121,7 @@ def build_scheduler(
     """Return a scheduler over `warmup_cosine`, to be stepped once after every update that changed weights.
 
     Args:
-        optimizer: Its groups' rates are the base rates; groups added later follow.
+        optimizer: An optimizer whose groups' rates are the base rates; groups added later follow.
         total_updates: Length of the run in updates.
         warmup_updates: Length of the warm-up.
         min_lr_ratio: Factor of the base rate at the end.

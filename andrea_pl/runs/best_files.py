@@ -1,4 +1,4 @@
-"""The best checkpoints of a run, by a metric that its module logs."""
+"""Keeps track of a run's best checkpoints by a logged metric."""
 
 import math
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ class BestFiles:
 
     Args:
         monitor: The metric; None keeps nothing.
-        mode: Whether the least (`min`) or the largest (`max`) is the best.
-        keep: Files that are kept.
+        mode: Whether the smallest (`min`) or the largest (`max`) value is best.
+        keep: Number of files to keep.
     """
 
     def __init__(self, monitor: str | None, mode: Literal["min", "max"], keep: int) -> None:
@@ -26,7 +26,7 @@ class BestFiles:
         self.scores: dict[str, float] = {}
 
     def read(self, trainer: pl.Trainer) -> float | None:
-        """Return rank zero's metric if it is among the best, None where it is not, or is NaN.
+        """Return rank zero's metric if it is among the best, else None; NaN is never best.
 
         Raises:
             UserError: If the module has not logged it.
@@ -64,10 +64,10 @@ class BestFiles:
         return score < last if self.mode == "min" else score > last
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scores, and the metric they are of."""
+        """Return the scores and their metric."""
         return {"monitor": self.monitor, "mode": self.mode, "best": dict(self.scores)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the scores, unless they are of another metric."""
+        """Continue with the saved scores, unless they belong to another metric."""
         if (state["monitor"], state["mode"]) == (self.monitor, self.mode):
             self.scores = dict(state["best"])

@@ -6,9 +6,9 @@
     epoch end ┼─ the best so far, or due: save
     the end   └─ the last update, before a callback replaces the weights; then what they were replaced by
 
-Due is every n updates, every t minutes and the last update of the run. Never twice at the same update. All
-ranks decide alike: by rank zero's clock and metric, and by the signals of all. Nothing is saved while a
-callback has other weights in the module, such as an average during validation.
+A save is due every n updates, every t minutes and at the run's last update, but never twice at one update.
+All ranks decide alike, by rank zero's clock and metric and by the signals of all ranks. Nothing is saved
+while a callback has other weights in the module, such as an average during validation.
 """
 
 import signal
@@ -54,41 +54,41 @@ never_resume_unasked()
 class DurableCheckpoint(CheckpointWriter):
     """Saves checkpoints between updates: every n updates, every t minutes, the best, the last, on a signal.
 
-    SIGTERM, SIGINT and SIGHUP, from the first update on, let the current update finish, save it and end the
-    process with 143, 130 or 129; a second SIGTERM or SIGINT ends it at once. One that is ignored when the fit
-    starts, as under `nohup`, stays ignored. SLURM's requeue signal does the same and requeues the job.
-    A signal during validation breaks it off, on one rank; a resume runs it again. Where a callback has
-    replaced the weights for validation, as averages do, the run stops after it, when they are back.
+    On SIGTERM, SIGINT or SIGHUP the run finishes and saves the current update, and the process exits with
+    143, 130 or 129. A second SIGTERM or SIGINT ends it at once. A signal that is ignored when the fit starts,
+    as under `nohup`, stays ignored. SLURM's requeue signal also saves, and requeues the job. On one rank, a
+    signal during validation interrupts it, and a resume runs that validation again. If a callback has
+    replaced the weights for validation, as averages do, the run stops after it, when they are restored.
 
-    Where the run ends with other weights than those of its last update, such as an average, and the last
-    checkpoint does not have them, they are written into `final-<k>.ckpt`. It holds weights only: a resume
+    If the run ends with other weights than those of its last update, such as an average, and the last
+    checkpoint does not hold them, they are saved in `final-<k>.ckpt`. That file holds only weights: a resume
     continues from `update-<k>.ckpt`.
 
-    Files are `update-<k>.ckpt` and `best-<k>.ckpt`, written by `DurableCheckpointIO`, which the trainer is
-    given where it has Lightning's own. A file is removed only after a newer one is on the disk. One run at a
-    time may use the folder; checkpoints of updates that it has not made, of an earlier run or damaged ones
-    that a resume passed over, are moved to `earlier-1`, `earlier-2` … in it when training starts.
+    `DurableCheckpointIO` writes the files `update-<k>.ckpt` and `best-<k>.ckpt`; it replaces Lightning's own
+    IO in the trainer. A file is removed only after a newer one is on the disk. Only one run at a time may use
+    the folder. When training starts, checkpoints of later updates, from an earlier run or damaged ones that a
+    resume skipped, are moved to subfolders `earlier-1`, `earlier-2` …
 
     Args:
-        every: Updates between two saves; none by number when left out.
-        minutes: Minutes between two saves; none by time when left out.
-        monitor: The metric of which the best is kept, as a module logs it, such as `val/loss`; none when left
-            out.
-        mode: Whether the least (`min`) or the largest (`max`) is the best.
-        keep: Newest files, the best ones counted, that are kept; 0 keeps all. The newest final file is kept
-            besides.
-        keep_best: Best files that are kept.
-        dirpath: Folder; `checkpoints` in the log folder, or in the trainer's root without a logger, when left
-            out. One of another file system (`s3://` …) is Lightning's IO's affair, without lock and manifest.
-        name: Tells instances in the same trainer apart; each needs a folder of its own.
+        every: Updates between two saves; None for none by number.
+        minutes: Minutes between two saves; None for none by time.
+        monitor: Logged metric that decides which files are best, such as `val/loss`; None for no best files.
+        mode: Whether the smallest (`min`) or the largest (`max`) value is best.
+        keep: Number of newest files to keep, including best ones; 0 keeps all. The newest final file is kept
+            in addition.
+        keep_best: Number of best files to keep.
+        dirpath: Folder. The default is `checkpoints` in the log folder, or in the trainer's root without a
+            logger. A folder on another file system (`s3://` …) is written by Lightning's IO, without lock and
+            manifest.
+        name: Tells instances in the same trainer apart; each needs its own folder.
 
     Raises:
-        UserError: If an option is out of range, or the folder cannot be written or is another run's; before
-            the first update.
+        UserError: Before the first update, if an option is out of range, or the folder cannot be written or
+            belongs to another run.
     """
 
     resumes_only_when_asked = True
-    """Lightning looks for no checkpoint by itself in a Trainer that has this callback."""
+    """Keeps Lightning from resuming a checkpoint that nobody asked for; see `runs.unasked`."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class DurableCheckpoint(CheckpointWriter):
         self.__class__ = with_twin(type(self))  # pytorch_lightning would add a ModelCheckpoint otherwise
 
     def _reset_timing(self) -> None:
-        """Drop what an earlier fit left."""
+        """Reset what an earlier fit left."""
         self._seen = 0
         self._resumed: tuple[int, str] | None = None
         self._epochs: int | None = None
@@ -126,12 +126,12 @@ class DurableCheckpoint(CheckpointWriter):
         self._since = time.monotonic()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to a fit: the folder's lock, the signals, the module's methods."""
+        """Leave out what belongs to one fit: the folder's lock, the signals, the module's methods."""
         return super().__getstate__() | {"_signals": None, "_ahead": None}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Find the folder, lock it, sweep it; refuse one that cannot be written."""
+        """Find, lock and clean up the folder; refuse one that cannot be written."""
         if stage != "fit":
             return  # the files of a fit stay known for what is validated or tested after it
         self.dirpath = None
@@ -149,7 +149,7 @@ class DurableCheckpoint(CheckpointWriter):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the signals, and start the clock; move aside what is not of this run."""
+        """Install signal handlers, start the clock, and move aside checkpoints of other runs."""
         if self.dirpath is None:
             return
         self._seen = trainer.global_step
@@ -168,7 +168,7 @@ class DurableCheckpoint(CheckpointWriter):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop on a signal; save what is due, unless validation or the end of the epoch comes first."""
+        """Stop on a signal; save if due, unless validation or the end of the epoch comes first."""
         if self.dirpath is None or trainer.global_step == self._seen:
             return
         before, self._seen = self._seen, trainer.global_step
@@ -185,9 +185,9 @@ class DurableCheckpoint(CheckpointWriter):
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Stop on a signal; on one rank, and while the weights are those of training.
+        """Stop on a signal, on one rank only, and only while the module has the training weights.
 
-        Several ranks may have different numbers of batches, and wait for the end of validation.
+        Several ranks wait for the end of validation, since they may have different numbers of batches.
         """
         if trainer.state.fn != TrainerFn.FITTING or trainer.world_size > 1 or trainer.sanity_checking:
             return
@@ -197,7 +197,7 @@ class DurableCheckpoint(CheckpointWriter):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save the best and what is due, unless the end of the epoch comes first; stop on a signal."""
+        """Save if best or due, unless the end of the epoch comes first; stop on a signal."""
         if self.dirpath is None or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         self._is_due |= trainer.should_stop
@@ -213,7 +213,7 @@ class DurableCheckpoint(CheckpointWriter):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save what is due; stop on a signal."""
+        """Save if due; stop on a signal."""
         if self.dirpath is None:
             return
         if self._agree(trainer, self._weights.is_replaced(trainer.lightning_module)):
@@ -228,7 +228,7 @@ class DurableCheckpoint(CheckpointWriter):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save what callbacks have replaced the weights by; give the signals back."""
+        """Save weights that callbacks put in place at the end; restore the signal handlers."""
         if self.dirpath is not None:
             self._save(trainer)  # where the weights were not back before
             self._save_final(trainer, pl_module)
@@ -236,7 +236,7 @@ class DurableCheckpoint(CheckpointWriter):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save what the module itself has replaced its weights by, in its own `on_train_end`."""
+        """Save weights that the module put in place in its own `on_train_end`."""
         if self.dirpath is not None:
             self._save_final(trainer, pl_module)
 
@@ -244,9 +244,9 @@ class DurableCheckpoint(CheckpointWriter):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Give signals and folder back; nothing is saved of an update that failed.
+        """Restore signal handlers and release the folder. A failed update is not saved.
 
-        What is done is saved where it is a disk that fails after an update, such as a logger's.
+        If a disk failed after an update, such as a logger's, that update is saved first.
         """
         note_exception(exception)
         if isinstance(exception, OSError):
@@ -255,12 +255,12 @@ class DurableCheckpoint(CheckpointWriter):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give signals and folder back."""
+        """Restore signal handlers and release the folder."""
         if stage == "fit":
             self._let_go(trainer)
 
     def _save_what_is_done(self, trainer: pl.Trainer) -> None:
-        """Save after a fault that came between two updates, on one rank; others would wait for it."""
+        """Save after an error between two updates, on one rank only: others would wait for each other."""
         resumes = [each for each in cast(Any, trainer).callbacks if isinstance(each, ExactResume)]
         if self.dirpath is None or trainer.world_size > 1 or trainer.sanity_checking or not resumes:
             return
@@ -292,9 +292,10 @@ class DurableCheckpoint(CheckpointWriter):
         self._is_due |= is_late or 0 < trainer.max_steps <= now or trainer.should_stop
 
     def _agree(self, trainer: pl.Trainer, figure: bool = False) -> bool:
-        """Have all ranks know of a signal that one of them got, and of a figure that one of them has.
+        """Share a signal that one rank received with all ranks, and reduce a flag over them.
 
-        Called by all of them; within training, where Lightning itself waits for every rank once a batch.
+        All ranks must call this together, during training, where Lightning synchronises once per batch
+        anyway.
         """
         received = (self._signals.received if self._signals is not None else None) or 0
         row = torch.tensor([float(figure), float(received)], device=trainer.strategy.root_device)
@@ -315,17 +316,17 @@ class DurableCheckpoint(CheckpointWriter):
         raise stop
 
     def begin_validation(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep a fingerprint of the weights that training has come to, before a callback replaces them."""
+        """Keep a fingerprint of the training weights before a callback replaces them."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._weights.begin_validation(pl_module)
 
     def begin_end(self, trainer: pl.Trainer) -> None:
-        """Save the last update, unless that is done, before a callback replaces its weights."""
+        """Save the last update, unless it is saved, before a callback replaces its weights."""
         if not self._any_rank(trainer, self._weights.is_replaced(trainer.lightning_module)):
             self._save(trainer)
 
     def _wait_for_weights(self, trainer: pl.Trainer, will_end_epoch: bool = False) -> None:
-        """Leave saving and stopping to the end of the epoch, or to the next update."""
+        """Postpone saving and stopping to the end of the epoch, or to the next update."""
         if self._score is None or will_end_epoch:
             return
         self._score = None
@@ -334,7 +335,7 @@ class DurableCheckpoint(CheckpointWriter):
             _warn_of_late_weights(trainer.global_step)
 
     def _save_for_signal(self, trainer: pl.Trainer) -> None:
-        """Save, but never replace a checkpoint taken between updates by one taken within their validation."""
+        """Save, but never replace a checkpoint from between updates with one from within a validation."""
         update, path = self._resumed or (None, "")
         name = self.open_folder(trainer).file(PERIODIC, trainer.global_step)
         is_within = trainer.validating and self._weights.is_within_validation
@@ -344,7 +345,7 @@ class DurableCheckpoint(CheckpointWriter):
         self._save(trainer)
 
     def _save(self, trainer: pl.Trainer) -> None:
-        """Save, unless this update is."""
+        """Save, unless this update is saved already."""
         if self.dirpath is None or trainer.global_step == self._saved:
             return
         score, self._score = self._score, None
@@ -354,9 +355,9 @@ class DurableCheckpoint(CheckpointWriter):
 
 
 class _Ahead(Callback):
-    """Stands before all callbacks of a fit, and shows a DurableCheckpoint the weights as training left them.
+    """Runs before all other callbacks of a fit, to show a DurableCheckpoint the training weights.
 
-    The DurableCheckpoint itself comes after them, so that it saves what they have done.
+    The DurableCheckpoint itself runs after them, so that it saves what they did.
     """
 
     def __init__(self, saving: DurableCheckpoint) -> None:
@@ -366,17 +367,17 @@ class _Ahead(Callback):
     @property
     @override
     def state_key(self) -> str:
-        """What a state would go by; there is none."""
+        """The state's key in checkpoints; this callback has no state."""
         return f"{self._saving.state_key}.ahead"
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell of a validation that begins."""
+        """Announce the start of a validation."""
         self._saving.begin_validation(trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell of the end of training."""
+        """Announce the end of training."""
         self._saving.begin_end(trainer)
 
 

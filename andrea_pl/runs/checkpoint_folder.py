@@ -1,4 +1,4 @@
-"""The folder that a run's checkpoints go to: found, locked, swept, rotated."""
+"""A run's checkpoint folder: found, locked, cleaned up, rotated."""
 
 import os
 import time
@@ -20,11 +20,11 @@ PERIODIC, BEST = "update", "best"
 
 
 class CheckpointFolder:
-    """Where one callback saves, in this fit.
+    """The folder in which one callback saves during a fit.
 
     Args:
-        path: A local folder, or a place of another file system (`s3://` …), which is neither locked nor
-            swept.
+        path: A local folder, or one on another file system (`s3://` …), which is neither locked nor cleaned
+            up.
     """
 
     def __init__(self, path: str) -> None:
@@ -33,11 +33,11 @@ class CheckpointFolder:
         self._lock: FolderLock | None = None
 
     def file(self, kind: str, update: int) -> str:
-        """Return where the file of an update goes; `kind` is `update`, `best` or `final`."""
+        """Return the path of an update's file; `kind` is `update`, `best` or `final`."""
         return joined(self.path, f"{kind}-{update:06d}{SUFFIX}")
 
     def lock_early(self) -> None:
-        """Lock the folder if it is there already.
+        """Lock the folder if it exists.
 
         Raises:
             UserError: If another run holds it.
@@ -46,17 +46,17 @@ class CheckpointFolder:
             self._lock = FolderLock(Path(self.path), announce=False)
 
     def hand_over(self, lock: FolderLock) -> None:
-        """Take the folder's lock from somebody who has it already."""
+        """Use a lock that was taken before for this folder."""
         self._lock = lock
 
     def take(self, facts: dict[str, Any]) -> None:
-        """Lock and sweep the folder; a write is tried, so that one that cannot be is known now.
+        """Lock and clean up the folder, and try a write, so that a failure appears now.
 
         Args:
-            facts: What the lock says of the run; see `run_facts`.
+            facts: Contents of the lock file; see `run_facts`.
 
         Raises:
-            UserError: If it cannot be written, or another run holds it.
+            UserError: If the folder cannot be written, or another run holds it.
         """
         folder = Path(self.path)
         try:
@@ -79,13 +79,13 @@ class CheckpointFolder:
             )
 
     def release(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def best_files(self) -> set[str]:
-        """Return the names of the best files that are there."""
+        """Return the names of the best files that exist."""
         return {each.name for each in Path(self.path).glob(f"{BEST}-*{SUFFIX}")}
 
     def surplus(self, update: int, keep: int, best: Collection[str]) -> list[str]:
@@ -101,7 +101,7 @@ class CheckpointFolder:
 
 
 def folder_of(trainer: pl.Trainer, given: str | None) -> str:
-    """Return where a trainer's checkpoints go: the folder that was given, or one in the log folder."""
+    """Return a trainer's checkpoint folder: the given one, or one in the log folder."""
     if given is not None:
         return given if "://" in given else str(Path(given).expanduser())
     if not trainer.loggers:
@@ -113,7 +113,7 @@ def folder_of(trainer: pl.Trainer, given: str | None) -> str:
 
 
 def unwritable(folder: Path, error: OSError) -> UserError:
-    """Return the error for a folder that checkpoints cannot be written to."""
+    """Return the error for a folder that cannot be written."""
     return UserError(
         f"{folder}: checkpoints cannot be written there ({error.strerror or error}); give another "
         "dirpath, or mend its permissions"
@@ -121,24 +121,24 @@ def unwritable(folder: Path, error: OSError) -> UserError:
 
 
 def run_facts(trainer: pl.Trainer, logs: str | None) -> dict[str, Any]:
-    """Return what a run's lock says of it, by which a resume finds its logs.
+    """Return the contents of a run's lock file, by which a resume finds the run's logs.
 
     Args:
-        trainer: Its loggers are named.
-        logs: The log folder, None where there is none.
+        trainer: Its loggers are listed.
+        logs: The log folder, or None.
     """
     return {"logs": logs, "loggers": [_named(each) for each in trainer.loggers]}
 
 
 def _synchronize_parents(folder: Path) -> None:
-    """Have the disk keep the names of a folder, its log folder and the folder of runs, whoever made them."""
+    """Synchronise the names of a folder, its log folder and the folder of runs with the disk."""
     for each in list(folder.parents)[:4]:
         with suppress(OSError):  # a folder that may be entered and not read
             synchronize_folder(each)
 
 
 def _named(logger: Logger) -> list[str]:
-    """Return what a logger is called, and which version of its folders it writes, to find it again."""
+    """Return a logger's class, root folder and version, to find its folder again."""
     return [type(logger).__name__, str(getattr(logger, "root_dir", None)), str(logger.version)]
 
 
@@ -148,5 +148,5 @@ def _update_of(path: Path) -> int:
 
 
 def joined(folder: str, name: str) -> str:
-    """Return a path below a folder, which may be of another file system."""
+    """Return a path below a folder, which may be on another file system."""
     return f"{folder.rstrip('/')}/{name}"

@@ -1,10 +1,9 @@
-"""Checkpoint files: written so that nothing tears them, verified before they are read, never unpickled.
+"""Checkpoint files: written atomically, verified before they are read, never unpickled.
 
-<folder>/update-000040.ckpt        what torch.save makes of a checkpoint
-         update-000040.ckpt.json   its manifest: size and SHA-256 of what lies, or is about to lie, there
-         final-000040.ckpt         weights that a callback put in place at the end, an average for instance
-         .andrea-*.part            what is being written; what a kill left of it is swept at the next start
-
+<folder>/update-000040.ckpt        the output of torch.save
+         update-000040.ckpt.json   its manifest: size and SHA-256 of the current and the coming content
+         final-000040.ckpt         weights that a callback put in place at the end, such as an average
+         .andrea-*.part            a temporary file; the next start removes one left by a kill
 """
 
 import errno
@@ -42,17 +41,18 @@ from andrea_pl.runs.manifest import (
 class DurableCheckpointIO(TorchCheckpointIO):
     """Writes checkpoints that a kill, a full disk or a power cut cannot tear, and reads no pickle.
 
-    A local file is streamed into a temporary one in its own folder while its checksum is made, synchronised,
-    renamed; its manifest is on the disk before. It is loaded only if it agrees with its manifest, where it
-    has one, and only tensors and plain values are let in. Any rank may load; Lightning saves on rank zero.
+    A local file is streamed into a temporary file in the same folder while its checksum is computed, then
+    synchronised and renamed. Its manifest is on the disk before that. If a file has a manifest, it is loaded
+    only if both agree. Only tensors and plain values are loaded. Any rank may load; Lightning saves on rank
+    zero.
 
-    A path of another file system (`s3://`, `gs://` …) is written and read by Lightning's own IO: whether it
-    appears whole or not is the promise of that storage; there is no manifest, and what is damaged is found
-    when it is loaded. `http://` and `https://` are refused.
+    Lightning's own IO writes and reads paths of other file systems (`s3://`, `gs://` …). Whether a file
+    appears there atomically depends on the storage. It has no manifest, and damage is found when it is
+    loaded. `http://` and `https://` are refused.
 
     Raises:
-        UserError: If a file cannot be written, naming the path and how many bytes were, or is not what its
-            manifest says, or holds more than tensors and plain values.
+        UserError: If a file cannot be written (the message names the path and the bytes written), does not
+            agree with its manifest, or holds more than tensors and plain values.
     """
 
     def __init__(self) -> None:
@@ -95,14 +95,14 @@ class DurableCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True
     ) -> dict[str, Any]:
-        """Verify and load a checkpoint; `weights_only=False` is refused."""
+        """Verify and load a checkpoint. `weights_only=False` is refused."""
         if weights_only is False:
             raise UserError(f"{path}: weights_only=False would run what a checkpoint says; it is never used")
         return read_checkpoint(path, map_location)
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint and then its manifest."""
+        """Remove a checkpoint, then its manifest."""
         super().remove_checkpoint(path)
         local = _local_path(path)
         if local is not None:
@@ -110,7 +110,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
 
 class _HashingStream:
-    """What torch.save writes into: a descriptor, a checksum and a count."""
+    """The stream that torch.save writes to: it writes a descriptor, hashes and counts."""
 
     def __init__(self) -> None:
         self.descriptor = -1
@@ -119,7 +119,7 @@ class _HashingStream:
         self.fault: OSError | None = None
 
     def write(self, content: Any) -> int:
-        """Write all of it."""
+        """Write the whole content."""
         view = memoryview(content).cast("B")
         try:
             write_all(self.descriptor, view)
@@ -131,19 +131,19 @@ class _HashingStream:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing: `write` is not buffered."""
 
 
 def read_checkpoint(path: str | Path, map_location: Any = "cpu", mmap: bool = False) -> dict[str, Any]:
-    """Verify a checkpoint by its manifest, where it has one, and load it; only plain values are let in.
+    """Verify a checkpoint by its manifest, if it has one, and load it.
 
     Args:
-        path: A local file, or a path of another file system that fsspec knows, but http.
-        map_location: Where tensors go.
-        mmap: Whether tensors stay in the file until they are used, for a look at the rest.
+        path: A local file, or a path of another file system that fsspec supports, except http.
+        map_location: Device for the tensors.
+        mmap: Whether to leave tensors in the file until they are used, to read only the rest.
 
     Raises:
-        UserError: If there is none, it is damaged, or holds more than tensors and plain values.
+        UserError: If it does not exist, is damaged, or holds more than tensors and plain values.
     """
     local = _local_path(path)
     if local is not None:
@@ -170,10 +170,10 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu", mmap: bool = Fa
 
 
 def _local_path(path: Any) -> Path | None:
-    """Return a local path, None for one of another file system.
+    """Return a local path, None for a path of another file system.
 
     Raises:
-        UserError: If it is fetched from the web.
+        UserError: If it is a web address.
     """
     text = str(path)
     if text.startswith("file://"):
@@ -197,7 +197,7 @@ def _refuse_missing(path: Path) -> None:
 
 
 def _move_folder_aside(path: Path) -> None:
-    """Give a folder that lies where a file is to be written another name."""
+    """Rename a folder that is in the way of a file."""
     if path.is_dir():
         aside = next(
             each for number in count(1) if not (each := path.with_name(f"{path.name}-{number}")).exists()
@@ -221,7 +221,7 @@ def _writing_error(path: Path, written: int, checkpoint: Mapping[str, Any], erro
 
 
 def _storages(value: Any) -> dict[int, int]:
-    """Return the bytes of all tensors' storages in nested values, each once."""
+    """Return the sizes in bytes of all tensor storages in nested values, each once."""
     if isinstance(value, Tensor):
         return {value.data_ptr(): value.untyped_storage().nbytes()}
     parts: Iterator[Any] = iter(())
@@ -236,7 +236,7 @@ def _storages(value: Any) -> dict[int, int]:
 
 
 def use_durable_io(trainer: pl.Trainer) -> None:
-    """Have a trainer write its checkpoints by `DurableCheckpointIO`, unless it was given another IO."""
+    """Give a trainer a `DurableCheckpointIO`, unless it has another IO than Lightning's own."""
     given = trainer.strategy.checkpoint_io
     if type(given) in (TorchCheckpointIO, twin_of(TorchCheckpointIO)):
         trainer.strategy.checkpoint_io = DurableCheckpointIO()

@@ -1,4 +1,4 @@
-"""What a DurableCheckpoint writes: files of updates, of the best ones, of the weights a run ends with."""
+"""Writes the files of a DurableCheckpoint: of updates, of the best updates, and of a run's final weights."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +25,7 @@ from andrea_pl.runs.seen_weights import SeenWeights
 
 
 class CheckpointWriter(Checkpoint):
-    """The base of `DurableCheckpoint`: its folder, its files and its state, but not when to save."""
+    """The base of `DurableCheckpoint`: its folder, files and state, but not the decision when to save."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class CheckpointWriter(Checkpoint):
         self.keep = keep
         self.given_dirpath = dirpath
         self.dirpath: str | None = None
-        """Where the files of this fit are."""
+        """The folder of this fit's files."""
         self.name = name
         self.last_path: str | None = None
-        """The file that was saved last, in this fit."""
+        """The last file saved in this fit."""
         self._best = BestFiles(monitor, mode, keep_best)
         self._best_of_worker = ""
         self._folder: CheckpointFolder | None = None
@@ -59,7 +59,7 @@ class CheckpointWriter(Checkpoint):
         self._reset_files()
 
     def _reset_files(self) -> None:
-        """Drop what an earlier fit left."""
+        """Reset what an earlier fit left."""
         self._best.scores = {}
         self._best_of_worker = ""
         self._weights = SeenWeights()
@@ -80,11 +80,11 @@ class CheckpointWriter(Checkpoint):
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
-        """Take the path from a worker process, whose files this process has not seen (`ddp_spawn`)."""
+        """Set the path from a worker process whose files this process has not seen (`ddp_spawn`)."""
         self._best_of_worker = path
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to a fit: the folder's lock, the signals, the module's methods."""
+        """Leave out what belongs to one fit: the folder's lock, the signals, the module's methods."""
         return without_module(self.__dict__) | {
             "_folder": None,
             "_logs": None,
@@ -93,25 +93,25 @@ class CheckpointWriter(Checkpoint):
     @property
     @override
     def state_key(self) -> str:
-        """What the state goes by in a checkpoint."""
+        """The state's key in a checkpoint."""
         return "DurableCheckpoint" if self.name is None else f"DurableCheckpoint[{self.name}]"
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the best scores, and the metric they are of."""
+        """Return the best scores and their metric."""
         return self._best.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the best scores, unless they are of another metric."""
+        """Continue with the saved scores, unless they belong to another metric."""
         self._best.load_state_dict(state_dict)
 
     def resolve(self, trainer: pl.Trainer) -> str:
-        """Return where this trainer's files go."""
+        """Return the path of this trainer's checkpoint folder."""
         return folder_of(trainer, self.given_dirpath)
 
     def open_folder(self, trainer: pl.Trainer) -> CheckpointFolder:
-        """Return the folder of this trainer's files, the one that was opened before if it is the same."""
+        """Return this trainer's checkpoint folder, reusing one that is already open."""
         path = self.resolve(trainer)
         if self._folder is None or self._folder.path != path:
             if self._folder is not None:
@@ -120,10 +120,10 @@ class CheckpointWriter(Checkpoint):
         return self._folder
 
     def lock_early(self, trainer: pl.Trainer) -> None:
-        """Lock a folder that is there before loggers open files beside it; `setup` is too late for that.
+        """Lock an existing folder before loggers open files beside it; `setup` would be too late.
 
         Raises:
-            UserError: If it is another run's.
+            UserError: If it belongs to another run.
         """
         is_fit = trainer.state.fn == TrainerFn.FITTING and not getattr(trainer, "fast_dev_run", False)
         if is_fit and trainer.is_global_zero:
@@ -142,7 +142,7 @@ class CheckpointWriter(Checkpoint):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Have event files written up to here, so that no checkpoint is ahead of its curves."""
+        """Flush event files, so that no checkpoint is ahead of its curves."""
         if self._is_saving:
             self._weights.note_written(pl_module, checkpoint["state_dict"])
         for logger in trainer.loggers if trainer.is_global_zero else []:
@@ -153,7 +153,7 @@ class CheckpointWriter(Checkpoint):
         self._report_logs()
 
     def _close_files(self) -> None:
-        """Let go of the folder; say which logs could not be written."""
+        """Release the folder; report logs that could not be written."""
         self._report_logs()
         self._logs = None
         if self._folder is not None:
@@ -165,10 +165,10 @@ class CheckpointWriter(Checkpoint):
             self._logs.report()
 
     def _take_folder(self, trainer: pl.Trainer) -> None:
-        """Find the folder of a fit that begins, lock and sweep it; have checkpoints written durably.
+        """Find, lock and clean up the folder of a new fit; install the durable checkpoint IO.
 
         Raises:
-            UserError: If the folder cannot be written, or is another run's.
+            UserError: If the folder cannot be written, or belongs to another run.
         """
         self.dirpath = str(trainer.strategy.broadcast(self.resolve(trainer)))
         facts = run_facts(trainer, trainer.log_dir if trainer.loggers else None)  # all ranks must ask
@@ -190,7 +190,7 @@ class CheckpointWriter(Checkpoint):
         self._logs = LogGuard(trainer)
 
     def _tidy_folder(self, trainer: pl.Trainer) -> None:
-        """Move aside checkpoints of updates that this run has not made; forget best files that are gone."""
+        """Move aside checkpoints of updates that this run has not made; drop missing best files."""
         if trainer.is_global_zero and self.open_folder(trainer).is_local:
             aside = move_aside(Path(self.open_folder(trainer).path), trainer.global_step)
             if aside is not None:
@@ -199,17 +199,17 @@ class CheckpointWriter(Checkpoint):
         self._best.scores = dict(trainer.strategy.broadcast(self.best))  # machines may share no disk
 
     def _any_rank(self, trainer: pl.Trainer, figure: bool) -> bool:
-        """Return whether a figure holds on one rank at least. Called by all of them."""
+        """Return whether a flag is set on at least one rank. All ranks must call this together."""
         return bool(
             reduce_over_ranks(torch.tensor([float(figure)], device=trainer.strategy.root_device)).item()
         )
 
     def _write(self, trainer: pl.Trainer, score: float | None) -> None:
-        """Write the file of this update; then remove what need not be kept any more.
+        """Write the file of this update, then remove files that need not be kept.
 
         Args:
-            trainer: Gives the update and the checkpoint.
-            score: The update's metric, where it is among the best.
+            trainer: The trainer at this update.
+            score: The update's metric if it is among the best.
         """
         if not any(isinstance(each, ExactResume) for each in cast(Any, trainer).callbacks):
             rank_zero_warn(
@@ -233,7 +233,7 @@ class CheckpointWriter(Checkpoint):
                 trainer.strategy.remove_checkpoint(each)
 
     def _save_final(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save the weights that the run ends with, where the last checkpoint does not have them."""
+        """Save the final weights if the last checkpoint does not hold them."""
         update = trainer.global_step
         is_replaced, is_written = self._weights.note_end(pl_module)
         is_replaced = self._any_rank(trainer, is_replaced)
@@ -253,10 +253,10 @@ class CheckpointWriter(Checkpoint):
 
 
 def require_recognition(trainer: pl.Trainer, saving: CheckpointWriter) -> None:
-    """Refuse a trainer that does not know a DurableCheckpoint for a checkpoint callback, and adds its own.
+    """Refuse a trainer that does not recognise a DurableCheckpoint as a checkpoint callback.
 
     Raises:
-        UserError: If it was made before its trainer's package was imported.
+        UserError: If the callback was made before the trainer's package was imported.
     """
     if not any(each is saving for each in trainer.checkpoint_callbacks):
         package = type(trainer).__module__.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Fingerprints of weights: whether they are the same ones bit for bit, without keeping a copy."""
+"""Fingerprints of weights, which tell whether they are the same bit for bit, without a copy."""
 
 from collections.abc import Iterable, Mapping
 from typing import cast
@@ -10,19 +10,19 @@ from torch.nn.parameter import is_lazy
 from andrea_callbacks.numerics.gradient_norm import local_gradient
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type of every width in bytes."""
+"""The integer type for each width in bytes."""
 
 
 def fingerprint(module: nn.Module, state: Mapping[str, object] | None = None) -> dict[str, int]:
-    """Return a number for every parameter of a module: a sum of its bits that depends on their places.
+    """Return a number for every parameter of a module: a sum of its bits, weighted by their positions.
 
-    Unlike a sum of floating-point numbers it is exact, and a NaN equals itself. A sharded
-    parameter counts with the part that this rank has. Waits for the device once.
+    Unlike a sum of floating-point numbers it is exact, and a NaN equals itself. For a sharded parameter only
+    this rank's part counts. Waits for the device once.
 
     Args:
         module: Its parameters give the names.
-        state: Where the contents are, by name, such as a checkpoint's `state_dict`; the module itself when
-            left out. A name that is missing there is left out.
+        state: Contents by name, such as a checkpoint's `state_dict`; the module's own by default. Missing
+            names are left out.
     """
     own = {name: each for name, each in module.named_parameters() if not is_lazy(each)}
     found = own if state is None else {name: state[name] for name in own if name in state}

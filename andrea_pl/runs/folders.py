@@ -1,10 +1,10 @@
-"""What a command takes before its run starts, and gives back where nothing starts.
+"""Acquires a run's folders before it starts, and restores them if it does not start.
 
-    lock what goes on ─> compare settings ─> version folders, locks ─> loggers, text, restore ─> update 1
-    └──────────── whatever refuses the run until here, its folders are as they were ────────────┘
+    lock the resumed run ─> compare settings ─> version folders, locks ─> loggers, text, restore ─> update 1
+    └──────────── if anything refuses the run until here, its folders are unchanged ───────────────┘
 
-Lightning has loggers open their files before any hook of a callback: in a folder that another run is
-writing, that alone hides the other's curves. So the command asks for the folders first.
+Lightning makes loggers open their files before any hook of a callback. In a folder that another run is
+writing, that is enough to hide the other run's curves. So the command acquires the folders first.
 """
 
 import os
@@ -33,7 +33,7 @@ WRITTEN_AT_START = ("config.yaml", "hparams.yaml", "tokenizer.json", "metrics.cs
 
 
 class RunFolders(Callback):
-    """Holds the folders of a command's run until its first update."""
+    """Holds the folders of a command's run, and can undo everything until the first update."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,26 +46,26 @@ class RunFolders(Callback):
 
     @override
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
-        """Note that the run has started."""
+        """Record that the run has started."""
         self._has_started = True
 
     @override
     def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Note that an evaluation has started."""
+        """Record that an evaluation has started."""
         self._has_started |= not trainer.sanity_checking
 
     @override
     def on_test_batch_start(self, *_: Any, **__: Any) -> None:
-        """Note that an evaluation has started."""
+        """Record that an evaluation has started."""
         self._has_started = True
 
     @override
     def on_predict_batch_start(self, *_: Any, **__: Any) -> None:
-        """Note that an evaluation has started."""
+        """Record that an evaluation has started."""
         self._has_started = True
 
     def lock(self, trainer: pl.Trainer, folder: Path) -> None:
-        """Lock a folder of checkpoints, if it is there, before anybody looks into it.
+        """Lock an existing folder of checkpoints before it is searched.
 
         Raises:
             UserError: If another run holds it.
@@ -74,10 +74,10 @@ class RunFolders(Callback):
             self._locks[folder] = FolderLock(folder, announce=False)
 
     def take(self, trainer: pl.Trainer, trains: bool = True) -> None:
-        """Take log folders, and folders of checkpoints where a run trains.
+        """Acquire log folders, and for training also folders of checkpoints.
 
-        A logger that has no version yet gets a folder that no other run has, even one that starts at the same
-        moment.
+        A logger without a version gets a new folder, which no other run can get, even one that starts at the
+        same moment.
 
         Raises:
             UserError: If another run holds a folder of checkpoints, or one cannot be written.
@@ -97,11 +97,11 @@ class RunFolders(Callback):
             _try_to_write(folder)
 
     def note_renamed(self, file: Path, name: Path) -> None:
-        """Remember a file of an earlier part of the run that was given another name."""
+        """Remember a renamed file of an earlier part of the run."""
         self._renamed.append((file, name))
 
     def give_back(self) -> None:
-        """Leave all as it was, if the run has not started: no file, no folder, no holder."""
+        """If the run has not started, restore everything: no new file or folder, and the old lock file."""
         if self._has_started:
             return
         for file, name in self._renamed:
@@ -135,7 +135,7 @@ class RunFolders(Callback):
         return folder
 
     def _claim(self, root: Path) -> Path:
-        """Make `version_n`, the first after all that are there; of two runs only one makes it."""
+        """Make the next free `version_n`. If two runs try at once, only one of them makes it."""
         self._make(root)
         number = 1 + max(map(_number_of, root.iterdir()), default=-1)
         while True:
@@ -173,7 +173,7 @@ class RunFolders(Callback):
 
 
 def _decides(trainer: pl.Trainer) -> bool:
-    """Say whether this process writes the run's files itself: rank zero, unless that is a process to come."""
+    """Return whether this process is rank zero, and not only the launcher of rank zero."""
     launchers = {each.__name__ for each in type(trainer.strategy.launcher).__mro__}
     return trainer.is_global_zero and "_MultiProcessingLauncher" not in launchers
 
@@ -193,7 +193,7 @@ def _number_of(folder: Path) -> int:
 
 
 def _try_to_write(folder: Path) -> None:
-    """Find a full disk, or a folder that is not ours, before Lightning does."""
+    """Detect a full disk or a read-only folder before Lightning does."""
     trial = folder / f".trial-{os.getpid()}"
     try:
         trial.write_bytes(bytes(4096))
@@ -211,7 +211,7 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
 
 
 def _remove_new_files(folder: Path, there: set[str]) -> None:
-    """Remove what this process has written into an older log folder."""
+    """Remove files that this process wrote into an existing log folder."""
     ours = re.compile(rf".*tfevents\..*\.{re.escape(socket.gethostname())}\.{os.getpid()}\..*")
     for each in list(folder.iterdir()) if folder.is_dir() else list[Path]():
         if each.name not in there and (each.name in WRITTEN_AT_START or ours.fullmatch(each.name)):
@@ -219,7 +219,7 @@ def _remove_new_files(folder: Path, there: set[str]) -> None:
 
 
 def _withdraw(lock: FolderLock) -> None:
-    """Take a lock back, also one that the end of a fit has released by now."""
+    """Acquire a lock again if the end of a fit has released it, and restore its file."""
     with suppress(UserError, OSError):  # another run has it
         lock.hold()
         lock.withdraw()

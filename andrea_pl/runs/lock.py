@@ -1,4 +1,4 @@
-"""One run per folder: a lock that the kernel lets go of when its process ends, however it ends."""
+"""One run per folder: a lock that the kernel releases when its process ends, however it ends."""
 
 import json
 import os
@@ -20,14 +20,14 @@ LOCK_NAME = ".lock"
 class FolderLock:
     """Holds a folder for this process.
 
-    The lock is on an open file, and ends with the process; what the file says of its last holder is for
-    people, and for finding a run again. A file left by a process that was killed is taken over. On a file
-    system without locks the holder is written all the same, and a warning says what cannot be refused.
+    The lock is on an open file and ends with the process. The file's contents name the last holder, for
+    people and for finding a run again. The lock file of a killed process is reused. On a file system without
+    locks the holder is written all the same, and a warning says that a second run cannot be refused.
 
     Args:
         folder: An existing folder.
-        facts: What else the file is to say: plain values by name.
-        announce: Whether the file names this process at once; `announce()` does so later otherwise.
+        facts: More contents of the file: plain values by name.
+        announce: Whether to write this process into the file at once, or later by `announce()`.
 
     Raises:
         UserError: If another run holds it; the message names process and machine.
@@ -41,7 +41,7 @@ class FolderLock:
         self._file: FileIO | None = None
         self.hold()
         self.before = cast(FileIO, self._file).readall()
-        """What the file said before."""
+        """The file's earlier contents."""
         if announce:
             self.announce(facts)
 
@@ -56,7 +56,7 @@ class FolderLock:
         _held.add(self)
 
     def announce(self, facts: Mapping[str, Any] | None = None) -> None:
-        """Write who holds the folder.
+        """Write this process into the file as the holder.
 
         Raises:
             UserError: If the file cannot be written.
@@ -65,7 +65,7 @@ class FolderLock:
         self._rewrite(json.dumps(holder).encode() + b"\n")
 
     def withdraw(self) -> None:
-        """Let go of the folder with the file as it was before: of a run that did not start."""
+        """Release the folder and restore the file, for a run that did not start."""
         if self._file is None:
             return
         if self.is_new:
@@ -75,19 +75,19 @@ class FolderLock:
         self.release()
 
     def release(self) -> None:
-        """Let go of the folder; the file stays."""
+        """Release the folder; the file stays."""
         if self._file is not None:
             unlock(self._file.fileno())
             self.forget()
 
     def forget(self) -> None:
-        """Close what a fork inherited, which would hold the folder for as long as the fork lives."""
+        """Close the descriptor that a fork inherited, which would hold the lock as long as the fork lives."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _take(self, path: Path) -> FileIO | None:
-        """Return the locked file, None if somebody removed it in the meantime."""
+        """Return the locked file, None if it was removed in the meantime."""
         file = FileIO(path, "r+", opener=lambda name, _: os.open(name, os.O_RDWR | os.O_CREAT, 0o666))
         try:
             obstacle = lock(file.fileno())
@@ -139,7 +139,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def read_holder(folder: Path) -> dict[str, Any]:
-    """Return who holds, or last held, a folder; empty where nobody did."""
+    """Return the contents of a folder's lock file: its current or last holder; empty without one."""
     try:
         read: Any = json.loads((folder / LOCK_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -149,7 +149,7 @@ def read_holder(folder: Path) -> dict[str, Any]:
 
 
 def _is_plausible(name: str, value: Any) -> bool:
-    """Say whether a fact is of the kind that is written, in a file that somebody may have edited."""
+    """Return whether a value has the expected type, since the file may have been edited."""
     if name in ("logs", "job"):
         return value is None or isinstance(value, str)
     if name != "loggers":

@@ -1,8 +1,7 @@
-"""Manifests: what a checkpoint file may hold, and which files of a folder can be trusted.
+"""Manifests of checkpoint files, which tell which files of a folder can be trusted.
 
-A manifest names the size and the SHA-256 of what its file holds, or is about to hold. It is on the disk
-before the file gets its name, and still names what the file held before: at every moment whatever lies there
-verifies.
+A manifest lists sizes and SHA-256 of a file's coming and earlier contents. It is on the disk before the file
+is replaced, so that the file verifies at every moment.
 """
 
 import json
@@ -19,47 +18,47 @@ from andrea_pl.errors import UserError
 
 SUFFIX = ".ckpt"
 FINAL = "final"
-"""How names of files begin that hold what a run ended with, weights only; a resume does not look for them."""
+"""Prefix of files with a run's final weights only; a resume ignores them."""
 MANIFEST_SUFFIX = ".json"
 FORMAT_VERSION = 1
 KEPT_CONTENTS = 4
-"""Earlier contents that a manifest goes on naming; saves that were killed may not have arrived."""
+"""Earlier contents that a manifest keeps listing, since killed saves may not have replaced them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What a checkpoint file holds."""
+    """The contents of a checkpoint file."""
 
     update: int
-    """Updates made before it was saved, `global_step`."""
+    """Updates made before the save, `global_step`."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     sha256: str
     resumable: bool
-    """Whether an optimizer's state is there too, and not the weights alone."""
+    """Whether the file holds an optimizer's state, and not only weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The newest checkpoint of a folder that can be trusted."""
+    """The newest checkpoint of a folder that verifies."""
 
     path: Path
     update: int
     passed_over: list[str]
-    """Newer ones, each with what is wrong with it."""
+    """Newer checkpoints, each with what is wrong with it."""
 
 
 def manifest_path(path: Path) -> Path:
-    """Return where the manifest of a checkpoint is."""
+    """Return the path of a checkpoint's manifest."""
     return path.with_name(path.name + MANIFEST_SUFFIX)
 
 
 _verified: dict[tuple[str, int, int, int], str] = {}
-"""Checksums of files that this process has read to their end, by path, inode, size and time of change."""
+"""Checksums of files that this process has read, by path, inode, size and modification time."""
 
 
 def fault_of(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint by its manifest, None if it verifies."""
+    """Return what is wrong with a checkpoint according to its manifest, None if it verifies."""
     if path.is_dir():
         return "is a folder"
     if not path.is_file():
@@ -80,12 +79,12 @@ def fault_of(path: Path) -> str | None:
 
 
 def newest_valid(folder: str | Path) -> Found:
-    """Return the newest checkpoint of a folder that verifies; the caller says what was passed over.
+    """Return the newest checkpoint of a folder that verifies, and the newer ones that do not.
 
-    Final weights are no fault: they are passed over without a word.
+    Files with final weights are ignored.
 
     Raises:
-        UserError: If there is none at all, or none verifies; each is named with its fault.
+        UserError: If there is no checkpoint, or none verifies; the message names each with its fault.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -112,19 +111,19 @@ def newest_valid(folder: str | Path) -> Found:
 
 
 def has_checkpoints(folder: str | Path) -> bool:
-    """Say whether a folder holds anything that is, was or should be a checkpoint."""
+    """Return whether a folder holds a checkpoint, a damaged one, or the manifest of one."""
     return Path(folder).is_dir() and bool(_newest_first(Path(folder)))
 
 
 def move_aside(folder: Path, after: int) -> Path | None:
-    """Move checkpoints of later updates into a folder of their own: another run's, or damaged ones.
+    """Move checkpoints of later updates, of another run or damaged, into a subfolder.
 
     Args:
-        folder: Where they are.
-        after: The update that a run has come to; those up to it stay.
+        folder: The folder of checkpoints.
+        after: The run's current update; checkpoints up to it stay.
 
     Returns:
-        The new folder, None where there was nothing to move.
+        The new subfolder, None if there was nothing to move.
     """
     later = [path for path in _newest_first(folder) if read_manifest(path) and _is_later(path, after)]
     if not later:
@@ -138,27 +137,27 @@ def move_aside(folder: Path, after: int) -> Path | None:
 
 
 def _is_final(path: Path) -> bool:
-    """Say whether a file is one of final weights by its name, and by its manifest where that can be read."""
+    """Return whether a file holds final weights, by its name and its manifest."""
     return path.name.startswith(f"{FINAL}-") and not any(each.resumable for each in read_manifest(path))
 
 
 def _is_later(path: Path, after: int) -> bool:
-    """Say whether a file is of an update after that, or damaged and may be."""
+    """Return whether a file belongs to a later update, or is damaged and may belong to one."""
     if not path.exists() or max(each.update for each in read_manifest(path)) <= after:
         return False
     return fault_of(path) is not None or _content(path).update > after
 
 
 def _content(path: Path) -> Content:
-    """Return what a file that verifies holds, of what its manifest says that it may."""
+    """Return the manifest's entry for the current contents of a file that verifies."""
     found = _checksum(path)
     return next(each for each in read_manifest(path) if each.sha256 == found)
 
 
 def sweep(folder: Path) -> list[Path]:
-    """Remove what killed saves left in a folder: temporaries, and manifests whose file never came.
+    """Remove what killed saves left in a folder: temporary files, and manifests without a file.
 
-    Nobody else may be writing there.
+    No other process may be writing there.
     """
     lonely = [each for each in _manifests(folder) if not _described(each).exists()]
     for each in lonely:
@@ -167,7 +166,7 @@ def sweep(folder: Path) -> list[Path]:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder by update, newest first; without a manifest the name tells it."""
+    """Return the checkpoints of a folder, newest update first, by manifest or else by name."""
     named = {each for each in folder.glob(f"*{SUFFIX}") if not each.name.startswith(".")}
     named |= {_described(each) for each in _manifests(folder)}
 
@@ -189,7 +188,7 @@ def _described(manifest: Path) -> Path:
 
 
 def read_manifest(path: Path) -> list[Content]:
-    """Return what a checkpoint may hold by its manifest, the newest first; nothing where there is none."""
+    """Return the contents listed in a checkpoint's manifest, newest first; empty without a manifest."""
     try:
         read: Any = json.loads(manifest_path(path).read_text(encoding="utf-8"))
         if read["format"] != FORMAT_VERSION:
@@ -208,7 +207,7 @@ def read_manifest(path: Path) -> list[Content]:
 
 
 def write_manifest(path: Path, contents: list[Content]) -> None:
-    """Write what a checkpoint may hold, the newest first, and wait until the disk has it."""
+    """Write a checkpoint's manifest, newest contents first, and wait until the disk has it."""
     described = {"format": FORMAT_VERSION, "contents": [asdict(each) for each in contents]}
     text = json.dumps(described, indent=1).encode()
     replace_durably(manifest_path(path), lambda descriptor: write_all(descriptor, text))
@@ -223,6 +222,6 @@ def _checksum(path: Path) -> str:
 
 
 def say_passed_over(found: Found) -> None:
-    """Name every newer checkpoint that did not verify."""
+    """Print every newer checkpoint that did not verify."""
     for each in found.passed_over:
         rank_zero_info(f"passed over: {each}")

@@ -1,10 +1,10 @@
-"""Output that nobody reads: a closed pipe, a closed terminal or a full disk never ends a run.
+"""Keeps a closed pipe, a closed terminal or a full disk under the output from ending a run.
 
     print, warnings, logging, tqdm ─> sys.stdout, sys.stderr ─> _Console ─> descriptor 1, 2
                                                                   └ a write fails: the output is dropped
 
-A descriptor whose reader is gone is pointed at `/dev/null`. Whatever else writes there, such as a stream that
-was opened earlier, a library or a process that is started later, finds a place to write as well.
+A descriptor whose reader is gone is redirected to `/dev/null`, so that streams opened earlier, libraries and
+child processes can write to it too.
 """
 
 import errno
@@ -16,17 +16,16 @@ from contextlib import suppress
 from typing import Any, TextIO, cast
 
 GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.EBADF, errno.ECONNRESET, errno.ENOTCONN, errno.ESTALE)
-"""Errors after which nobody will read from a descriptor again."""
+"""Errors after which a descriptor will never have a reader again."""
 
 STDERR = 2
 
 
 def survive_dead_output() -> None:
-    """Have `sys.stdout` and `sys.stderr` drop what cannot be written, for as long as this process lives.
+    """Make `sys.stdout` and `sys.stderr` drop output that cannot be written, for the rest of the process.
 
-    A standard descriptor that was closed at the start is opened on `/dev/null`, so that no file of the run
-    gets its number. Streams that somebody else has put in place, such as a notebook's, are left alone.
-    Calling it again changes nothing.
+    A standard descriptor that is closed at the start is opened on `/dev/null`, so that no file of the run
+    gets its number. Replaced streams, such as a notebook's, are not changed. A second call changes nothing.
     """
     if os.name != "posix":
         return
@@ -51,7 +50,7 @@ def say_at_once(text: str) -> None:
 
 
 class _Console(io.RawIOBase):
-    """A standard descriptor that takes everything."""
+    """A standard descriptor whose writes never fail."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class _Console(io.RawIOBase):
 
     @property
     def name(self) -> str:
-        """What a file on this descriptor is called."""
+        """The name of the stream on this descriptor."""
         return {1: "<stdout>", STDERR: "<stderr>"}.get(self._descriptor, os.devnull)
 
     def fileno(self) -> int:
@@ -75,7 +74,7 @@ class _Console(io.RawIOBase):
         return True
 
     def write(self, content: Any) -> int:
-        """Write what can be written, and say that all of it was."""
+        """Write what can be written, and return the full size."""
         view = memoryview(content).cast("B")
         size = len(view)
         while view:
@@ -110,7 +109,7 @@ def _open_closed_descriptors() -> None:
 
 
 def _is_plain(stream: TextIO, descriptor: int) -> bool:
-    """Say whether a stream is Python's own on that descriptor, and not one of these already."""
+    """Return whether a stream is Python's own on that descriptor."""
     raw = getattr(stream.buffer, "raw", stream.buffer)
     try:
         return type(raw) is io.FileIO and raw.fileno() == descriptor

@@ -1,4 +1,4 @@
-"""What a resume does with a checkpoint whose state is not what it should be."""
+"""Turns errors from a checkpoint with unusable state into one readable line."""
 
 import traceback
 from collections.abc import Generator, Mapping
@@ -9,10 +9,10 @@ from typing import Any, cast
 from andrea_pl.errors import UserError
 
 RESTORERS = ("load_state_dict", "on_load_checkpoint", "compare_settings", "_load_combined_loader_states")
-"""Functions that take state from a checkpoint, ours and Lightning's."""
+"""Functions, ours and Lightning's, that read state from a checkpoint."""
 
 CONNECTOR = "checkpoint_connector.py"
-"""Where Lightning hands a checkpoint's parts to trainer, loops, callbacks, optimizers."""
+"""Lightning's file that hands a checkpoint's parts to trainer, loops, callbacks and optimizers."""
 
 
 PARTS: dict[str, type] = {
@@ -24,14 +24,14 @@ PARTS: dict[str, type] = {
     "optimizer_states": list,
     "lr_schedulers": list,
 }
-"""What a resume needs besides the weights; Lightning would start afresh without some of it, in silence."""
+"""What a resume needs besides the weights. Without some of it Lightning would silently start over."""
 
 
 def require_state(checkpoint: Mapping[str, Any], path: str | Path) -> None:
-    """Refuse a checkpoint that nothing can go on from.
+    """Refuse a checkpoint that cannot be resumed.
 
     Raises:
-        UserError: If a part of the state is missing or of another kind; the message names it.
+        UserError: If a part of the state is missing or has the wrong type; the message names it.
     """
     wrong = [name for name, kind in PARTS.items() if not isinstance(checkpoint.get(name), kind)]
     if not wrong:
@@ -48,16 +48,16 @@ def require_state(checkpoint: Mapping[str, Any], path: str | Path) -> None:
 
 @contextmanager
 def restoring(path: str | Path | None) -> Generator[None]:
-    """Say in one line that a checkpoint's state cannot be restored, where that is what failed.
+    """Turn an error while restoring a checkpoint's state into one line.
 
-    A file that somebody edited may lack any part of the state, or have another kind of value there. Errors
-    raised elsewhere, and ours, go through as they are.
+    An edited file may lack any part of the state, or hold values of other types. `UserError`, and errors
+    raised elsewhere, pass unchanged.
 
     Args:
-        path: The checkpoint; None where there is none.
+        path: The checkpoint, or None.
 
     Raises:
-        UserError: If the state cannot be restored; the message has the first fault.
+        UserError: If the state cannot be restored; the message names the first fault.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What `andrea fit --resume` continues: the run, its newest checkpoint that verifies, its logs."""
+"""Finds what `andrea fit --resume` continues: the run, its newest valid checkpoint, its logs."""
 
 import os
 import re
@@ -20,32 +20,32 @@ from andrea_pl.runs.lock import read_holder
 from andrea_pl.runs.manifest import Found, has_checkpoints, newest_valid, say_passed_over
 
 NEWEST = "newest"
-"""What `--resume` without a folder means."""
+"""The value of `--resume` without a folder."""
 
 CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """A run that is gone on with."""
+    """A run to continue."""
 
     folder: Path | None
-    """Its log folder, None where it had no logger."""
+    """Its log folder, None without a logger."""
     checkpoints: Path
     checkpoint: Found
 
 
 Lock = Callable[[Path], None]
-"""Takes a run's folder of checkpoints before one of them is chosen; a run that goes on may add another."""
+"""Locks a run's folder of checkpoints before one is chosen, since a running process may add another."""
 
 
 def find_run(trainer: pl.Trainer, given: str, lock: Lock | None = None) -> Continuation:
-    """Find the run that `--resume` means, and its newest checkpoint that verifies.
+    """Find the run that `--resume` means, and its newest valid checkpoint.
 
     Args:
-        trainer: Its loggers and checkpoint callback tell where runs are.
+        trainer: Its loggers and checkpoint callback determine where runs are.
         given: A run's log folder, or `NEWEST`.
-        lock: Refuses a run that another process is at.
+        lock: Refuses a run that another process is writing.
 
     Raises:
         UserError: If there is no run with a checkpoint, or none of its checkpoints verifies.
@@ -65,14 +65,14 @@ def find_run(trainer: pl.Trainer, given: str, lock: Lock | None = None) -> Conti
 
 
 def requeued_run(trainer: pl.Trainer, lock: Lock | None = None) -> Continuation | None:
-    """Return this SLURM job's own run, None for a job that was never requeued, or had not saved anything.
+    """Return the run of a requeued SLURM job; None for a job that was not requeued or has saved nothing.
 
     Args:
-        trainer: Its loggers and checkpoint callback tell where runs are.
-        lock: Refuses a run that another process is at.
+        trainer: Its loggers and checkpoint callback determine where runs are.
+        lock: Refuses a run that another process is writing.
 
     Raises:
-        UserError: If the job's run is there and none of its checkpoints verifies.
+        UserError: If the job's run exists, but none of its checkpoints verifies.
     """
     job = os.environ.get("SLURM_JOB_ID")
     if job is None or not int(os.environ.get("SLURM_RESTART_COUNT") or 0):
@@ -85,14 +85,14 @@ def requeued_run(trainer: pl.Trainer, lock: Lock | None = None) -> Continuation 
 
 
 def continue_logs(trainer: pl.Trainer, run: Continuation) -> list[tuple[Path, Path]]:
-    """Have loggers go on in the run's folders.
+    """Make loggers continue in the run's folders.
 
-    What TensorBoard's event files have of updates after the checkpoint is discarded by `ExactResume`, once
-    the run is known to start. A CSV file, which its logger would delete, is kept under another name. Other
-    loggers are left as they are.
+    `ExactResume` later discards what TensorBoard's event files hold of updates after the checkpoint, once the
+    run is sure to start. A CSV file, which its logger would delete, is renamed. Other loggers are not
+    changed.
 
     Returns:
-        The files that were given another name, and those names.
+        Old and new names of renamed files.
     """
     renamed: list[tuple[Path, Path]] = []
     known = cast("list[list[str]]", read_holder(run.checkpoints).get("loggers") or [])
@@ -124,15 +124,14 @@ def choose_text(
     tokenizer: TextTokenizer | None,
     is_resume: bool,
 ) -> None:
-    """Have a datamodule use a checkpoint's tokenizer and, for a resume, the text that its run began with.
+    """Make a datamodule use a checkpoint's tokenizer and, for a resume, the text its run began with.
 
     Args:
         data: The datamodule.
         checkpoint: The checkpoint.
-        path: Its place.
+        path: The checkpoint's path.
         tokenizer: The checkpoint's tokenizer.
-        is_resume: Whether its run goes on, with the text that the checkpoint names; otherwise the text is as
-            it is now.
+        is_resume: Whether to use the text named in the checkpoint, in place of the current text.
     """
     if is_resume:
         data.keep_text_of(checkpoint, path)
@@ -142,15 +141,15 @@ def choose_text(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a run is, or may be."""
+    """A possible location of a run."""
 
     folder: Path | None
-    """Its log folder, None where it has no logger, or it is not known."""
+    """Its log folder, None without a logger or if unknown."""
     checkpoints: Path
 
 
 def _places(trainer: pl.Trainer) -> list[_Place]:
-    """Return where runs of this configuration are, the newest first."""
+    """Return the locations of this configuration's runs, newest first."""
     saving = [each for each in trainer.checkpoint_callbacks if isinstance(each, DurableCheckpoint)]
     fixed = saving[0].given_dirpath if saving else None
     if fixed is not None:
@@ -175,7 +174,7 @@ def _places(trainer: pl.Trainer) -> list[_Place]:
 
 
 def _given_run(trainer: pl.Trainer, folder: Path) -> _Place:
-    """Return the run in a folder, if it is one of this configuration."""
+    """Return the location of a given run, if it belongs to this configuration."""
     if folder.is_file():
         raise UserError(f"--resume {folder}: a file; --ckpt_path takes that, --resume its run's log folder")
     if not folder.is_dir():
@@ -199,14 +198,14 @@ def _continue(place: _Place, lock: Lock | None) -> Continuation:
 
 
 def _root_of_runs(trainer: pl.Trainer) -> Path | None:
-    """Return the folder in which each run has its log folder, None without a logger that has one."""
+    """Return the folder that contains the log folders of all runs, None without such a logger."""
     logger = trainer.loggers[0] if trainer.loggers else None
     root = getattr(logger, "root_dir", None)
     return None if root is None else Path(root)
 
 
 def _newest_runs(root: Path) -> list[Path]:
-    """Return `version_0`, `version_1`, … the newest first."""
+    """Return the folders `version_<n>`, newest first."""
     numbered = [(re.fullmatch(r"version_(\d+)", each.name), each) for each in root.glob("version_*")]
     runs = [(int(found[1]), each) for found, each in numbered if found and each.is_dir()]
     return [each for _, each in sorted(runs, reverse=True)]

@@ -1,4 +1,4 @@
-"""Whether the module has the weights that training came to, or others that a callback put in place."""
+"""Tells whether the module has the training weights, or others that a callback put in place."""
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -8,7 +8,7 @@ from andrea_pl.runs.fingerprint import fingerprint
 
 
 class SeenWeights:
-    """Fingerprints of the weights that a run trained, saved and wrote."""
+    """Fingerprints of the weights that a run trained and saved."""
 
     def __init__(self) -> None:
         self._trained: dict[str, int] | None = None
@@ -16,11 +16,11 @@ class SeenWeights:
         self._written: dict[str, int] | None = None
 
     def begin_validation(self, module: pl.LightningModule) -> None:
-        """Remember the weights that training has come to, before a callback replaces them."""
+        """Remember the training weights before a callback replaces them."""
         self._trained = fingerprint(module)
 
     def end_validation(self) -> None:
-        """Drop what was remembered: the weights are back."""
+        """Drop the training weights' fingerprint: they are restored."""
         self._trained = None
 
     @property
@@ -29,7 +29,7 @@ class SeenWeights:
         return self._trained is not None
 
     def is_replaced(self, module: pl.LightningModule) -> bool:
-        """Say whether the module has other weights than those that training has come to."""
+        """Return whether the module has other weights than the training weights."""
         return self._trained is not None and fingerprint(module) != self._trained
 
     def note_saved(self, module: pl.LightningModule) -> None:
@@ -37,15 +37,15 @@ class SeenWeights:
         self._saved = fingerprint(module)
 
     def note_written(self, module: pl.LightningModule, state: dict[str, Tensor]) -> None:
-        """Remember the weights that a checkpoint's `state_dict` holds."""
+        """Remember the weights in a checkpoint's `state_dict`."""
         self._written = fingerprint(module, state)
 
     def note_end(self, module: pl.LightningModule) -> tuple[bool, bool]:
-        """Remember the weights that a run ends with.
+        """Remember a run's final weights.
 
         Returns:
-            Whether they are others than the newest checkpoint's, and whether that file holds them all the
-            same, as one does into which another callback has put them.
+            Whether they differ from the newest checkpoint's training weights, and whether that file holds
+            them all the same because another callback put them into it.
         """
         ended = fingerprint(module)
         is_replaced = self._saved is not None and ended != self._saved

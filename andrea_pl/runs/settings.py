@@ -1,4 +1,4 @@
-"""The settings that a checkpoint was written by, compared with those of a resume."""
+"""Compares a checkpoint's settings with those of a resume."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -8,10 +8,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from andrea_pl.errors import UserError
 
 KEY = "andrea_config"
-"""Where a checkpoint has the settings that it was written by."""
+"""The checkpoint's key for the settings of its run."""
 
 ONLY_THIS_CALL = ("config", "ckpt_path", "init_from", "resume", "allow_drift")
-"""Options of a call, and of no run."""
+"""Options of a single call, not of a run."""
 
 FREE = (
     "trainer.logger",
@@ -30,11 +30,11 @@ FREE = (
     "model.network.vocab_size",
     "model.network.block_size",
 )
-"""Settings that decide where a run is written and how long it takes, and nothing of what is trained. The
-tokenizer and the network's sizes, which may be left out, are compared with the checkpoint's own elsewhere."""
+"""Settings that affect where a run is written and how long it takes, but not what it trains. The tokenizer
+and the network's sizes, which may be left out, are compared with the checkpoint's own elsewhere."""
 
 FIXED = ("model.optimizer", "model.schedule", "model.network")
-"""Settings that a resume cannot change: their state in the checkpoint is theirs alone."""
+"""Settings that a resume cannot change, since the state in the checkpoint depends on them."""
 
 ABSENT = "not set"
 
@@ -46,18 +46,19 @@ def compare_settings(
     allowed: Sequence[str] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Stop where a setting differs from the one that a checkpoint was written by.
+    """Refuse a resume with other settings than the checkpoint's.
 
     Args:
-        checkpoint: One that a command wrote; another has nothing to compare, and passes.
-        ours: The settings of this call, nested.
-        path: The checkpoint's place.
-        allowed: Keys that may differ, with all that is below them; one that is no setting is spoken of.
-        defaults: What settings are when they are not given, nested. A setting that the checkpoint does not
-            know, because it was written before there was one, had its default.
+        checkpoint: A checkpoint written by a command. One without settings passes.
+        ours: The nested settings of this call.
+        path: The checkpoint's path.
+        allowed: Keys that may differ, with everything below them. A warning names unknown keys.
+        defaults: The nested defaults. An older checkpoint may lack newer settings, which then had their
+            defaults.
 
     Raises:
-        UserError: If others differ, with both values of each, or an allowed one that a resume cannot change.
+        UserError: If other settings differ (the message has both values), or a setting that a resume cannot
+            change.
     """
     theirs = cast("Mapping[str, Any] | None", checkpoint.get(KEY))
     if theirs is None:
@@ -93,7 +94,7 @@ def compare_settings(
 
 
 def _relevant(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested settings without what a call alone has, and without callbacks that save."""
+    """Return nested settings without options of a single call, and without checkpoint callbacks."""
     kept = {key: value for key, value in settings.items() if key not in ONLY_THIS_CALL}
     trainer = dict(kept.get("trainer") or {})
     callbacks: Any = trainer.get("callbacks")
@@ -108,7 +109,7 @@ def _class_of(value: Any) -> Any:
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings and lists as dotted keys, without those that are free to differ."""
+    """Return nested mappings and lists as dotted keys, without those that may always differ."""
     if any(_covers(each, prefix) for each in FREE):
         return {}
     parts: Iterable[tuple[Any, Any]] = ()

@@ -1,7 +1,7 @@
-"""Signals that end a run: the first lets the current update finish, the second ends the process at once.
+"""Signals that end a run: after the first the current update finishes, the second ends the process at once.
 
-A signal that is ignored when a run starts, as `nohup` and shells have it, stays ignored. A closed terminal
-may send SIGHUP more than once, and a logout SIGTERM with it, so that SIGHUP never counts as one of the two.
+A signal that is ignored when a run starts, as under `nohup`, stays ignored. A closed terminal may send SIGHUP
+more than once, and a logout sends SIGTERM with it. So SIGHUP never counts as the first or second signal.
 """
 
 import os
@@ -22,21 +22,21 @@ from andrea_callbacks.hooks.packages import is_kind
 from andrea_pl.runs.output import say_at_once
 
 HANGUP: int | None = getattr(signal, "SIGHUP", None)
-"""The signal of a terminal that was closed, None on Windows."""
+"""The signal of a closed terminal, None on Windows."""
 
 _ignored_by_lightning: set[int] = set()
-"""Signals that Lightning ignores after a fit that Ctrl-C ended, for the rest of the process."""
+"""Signals that Lightning set to ignored after Ctrl-C ended a fit."""
 
 
 class StoppedBySignal(SystemExit):
-    """A run that a signal ended, after its update was finished and saved.
+    """A signal ended the run, after its update was finished and saved.
 
     Its exit code is 128 plus the signal's number: 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP.
 
     Args:
         signum: The signal.
         update: The last update.
-        saved: The checkpoint that has it, None where nothing is saved.
+        saved: The checkpoint of that update, None if nothing was saved.
     """
 
     def __init__(self, signum: int, update: int, saved: str | None) -> None:
@@ -51,7 +51,7 @@ class StoppedBySignal(SystemExit):
 
 
 class EndedBySignal(SystemExit):
-    """A command that SIGTERM or SIGHUP ended outside of training, where there is nothing to save.
+    """SIGTERM or SIGHUP ended the command outside of training, with nothing to save.
 
     Args:
         signum: The signal.
@@ -63,23 +63,23 @@ class EndedBySignal(SystemExit):
 
 
 class StopSignals:
-    """Notes SIGTERM, SIGINT, SIGHUP and the signal by which SLURM asks for a requeue, for somebody to act on.
+    """Records SIGTERM, SIGINT, SIGHUP and SLURM's requeue signal, for the caller to act on.
 
     Args:
-        requeue: That signal, None where a requeue is not asked for.
-        ignored: Signals that stay ignored; those that are ignored now when left out.
+        requeue: SLURM's requeue signal, or None.
+        ignored: Signals that stay ignored; by default those that are ignored now.
     """
 
     def __init__(self, requeue: int | None = None, ignored: frozenset[int] | None = None) -> None:
         self.received: int | None = None
-        """The first signal that came, None before."""
+        """The first received signal, or None."""
         self.requeue = requeue
         self.ignored = ignored_signals() if ignored is None else ignored
         self._insisted = False
         self._before: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Take the signals, in the main thread; elsewhere Python has no handlers, which is said."""
+        """Install the handlers. Outside the main thread Python cannot; a warning says so."""
         if threading.current_thread() is not threading.main_thread():
             rank_zero_warn("not the main thread: SIGTERM, SIGINT and SIGHUP end this run without saving")
             return
@@ -88,7 +88,7 @@ class StopSignals:
             self._before[each] = signal.signal(each, signal.SIG_IGN if is_ignored else self._note)
 
     def restore(self) -> None:
-        """Give the signals back to whom they were taken from; a handler that is not Python's cannot be."""
+        """Restore the earlier handlers. A handler that was not installed from Python becomes the default."""
         for each, handler in self._before.items():
             signal.signal(each, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
@@ -106,22 +106,22 @@ class StopSignals:
 
 
 def ignored_signals() -> frozenset[int]:
-    """Return which of the signals that end a run are ignored, by whoever started the process or set that."""
+    """Return the run-ending signals that are ignored, except those that only Lightning ignores."""
     ignored = {each for each in _ending() if signal.getsignal(each) == signal.SIG_IGN}
     return frozenset(ignored - _ignored_by_lightning)
 
 
 def note_exception(exception: BaseException) -> None:
-    """Remember that Lightning ignores Ctrl-C from here on, which nobody asked for; a next fit takes it."""
+    """Remember that Lightning ignores Ctrl-C after this exception, so that the next fit still handles it."""
     if isinstance(exception, KeyboardInterrupt):
         _ignored_by_lightning.add(signal.SIGINT)
 
 
 @contextmanager
 def ending_in_order() -> Generator[None, None, None]:
-    """Have SIGTERM and SIGHUP raise `EndedBySignal`, so that what was begun is cleaned up.
+    """Make SIGTERM and SIGHUP raise `EndedBySignal`, so that cleanup code runs.
 
-    It holds where they would end the process otherwise: a signal that is ignored or handled stays so.
+    Only signals with their default action change: an ignored or handled signal stays so.
     """
     taken: list[int] = []
 
@@ -151,7 +151,7 @@ def _ending() -> list[int]:
 
 
 def requeue_signal(trainer: pl.Trainer) -> int | None:
-    """Return the signal by which SLURM asks for a requeue, None outside of SLURM or where that is off."""
+    """Return SLURM's requeue signal, None outside of SLURM or without automatic requeue."""
     environment = cluster_environment(trainer)
     if is_kind(environment, SLURMEnvironment) and cast(SLURMEnvironment, environment).auto_requeue:
         return cast(SLURMEnvironment, environment).requeue_signal
@@ -159,7 +159,7 @@ def requeue_signal(trainer: pl.Trainer) -> int | None:
 
 
 def requeue_job() -> None:
-    """Have SLURM put this job back into its queue, as Lightning would."""
+    """Requeue this SLURM job, as Lightning would."""
     job = os.environ.get("SLURM_JOB_ID", "")
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"

@@ -1,8 +1,8 @@
-"""No checkpoint is resumed that nobody named: under SLURM, Lightning takes any `hpc_ckpt_N.ckpt` it finds.
+"""Keeps Lightning from resuming a checkpoint that nobody asked for.
 
-It looks into the trainer's root folder, the working folder by default, when `fit` has no `ckpt_path`. Such a
-file has no manifest, and its settings are compared with nothing. A run here goes on by `--resume`, a path, or
-as the SLURM job that was requeued.
+Under SLURM, when `fit` has no `ckpt_path`, Lightning resumes any `hpc_ckpt_N.ckpt` in the trainer's root
+folder, by default the working folder. Such a file has no manifest, and nothing compares its settings. Here a
+run continues only by `--resume`, by a path, or as a requeued SLURM job.
 """
 
 from importlib import import_module
@@ -14,13 +14,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from andrea_callbacks.hooks.packages import twin_of
 
 PATH, SELECT = "_hpc_resume_path", "_parse_ckpt_path"
-"""Where Lightning finds such a file, and what it chooses a checkpoint by."""
+"""Lightning's functions that find such a file, and that choose a checkpoint."""
 
 
 def never_resume_unasked() -> None:
-    """Have Trainers leave those files alone that have an attribute or a callback `resumes_only_when_asked`.
+    """Make Trainers ignore such files if they, or one of their callbacks, have `resumes_only_when_asked`.
 
-    All other Trainers do what they did. It holds for both packages of Lightning that are imported by now.
+    Other Trainers are not affected. This covers both packages of Lightning if they are imported.
     """
     module = import_module("lightning.pytorch.trainer.connectors.checkpoint_connector")
     kind = cast(type, cast(Any, module)._CheckpointConnector)

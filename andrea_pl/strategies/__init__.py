@@ -1,4 +1,4 @@
-"""Lightning's strategies with the clip hook: norms computed once, one clip, applied inside a fused step.
+"""Lightning's strategies with the clip hook: norms are computed once, and fused steps apply the clip.
 
 Importing this package registers their names for `Trainer(strategy=…)`.
 """

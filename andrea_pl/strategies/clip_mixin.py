@@ -1,4 +1,4 @@
-"""What a strategy needs to measure and clip gradients for module, callbacks and Lightning alike."""
+"""The mixin by which a strategy measures and clips gradients for module, callbacks and Lightning."""
 
 from typing import Any, cast
 
@@ -17,15 +17,15 @@ from andrea_pl.optim.clipping import Clipper, ClipperKind, Gradients
 
 
 class ClipHook(Strategy):
-    """Mixin, before a strategy of Lightning's, that gives it `gradient_norm` and `clip_gradients`.
+    """Mixin for Lightning's strategies that adds `gradient_norm` and `clip_gradients`.
 
-    A `TokenWeightedModule` and the callbacks find the two by name. In any other module Lightning's own
-    `gradient_clip_val` goes the same way, with what that adds: it works with fused optimizers, under every
-    precision, and leaves gradients alone whose norm is not finite.
+    A `TokenWeightedModule` and the callbacks find these two by name. In any other module they also replace
+    Lightning's `gradient_clip_val`, which then works with fused optimizers and under every precision, and
+    does not change gradients whose norm is not finite.
 
     Args:
         clipper: See `Clipper`.
-        options: Those of the strategy behind the mixin.
+        options: Options of the strategy after the mixin.
     """
 
     def __init__(self, clipper: ClipperKind = "auto", **options: Any) -> None:
@@ -49,7 +49,7 @@ class ClipHook(Strategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Build the extension before training starts, and take Lightning's clip over."""
+        """Build the extension before training starts, and replace Lightning's clip."""
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -65,7 +65,7 @@ class ClipHook(Strategy):
 
     @override
     def teardown(self) -> None:
-        """Give back what was taken over; plugin and scaler may serve another trainer."""
+        """Restore what was replaced, since plugin and scaler may be used by another trainer."""
         plugin = self.precision_plugin
         vars(plugin).pop("clip_gradients", None)
         vars(getattr(plugin, "scaler", None) or plugin).pop("unscale_", None)
@@ -73,9 +73,9 @@ class ClipHook(Strategy):
 
 
 class _LightningClip:
-    """Stands in for `clip_gradients` of the precision plugin, which Lightning calls to clip.
+    """Replaces `clip_gradients` of the precision plugin, which Lightning calls to clip.
 
-    The plugin itself stays: a GradScaler's state in a checkpoint is found by the plugin's class.
+    The plugin itself stays, since its class is the key of the GradScaler's state in checkpoints.
     """
 
     def __init__(self, hook: ClipHook, plugin: Any) -> None:
@@ -104,7 +104,7 @@ class _LightningClip:
 
 
 class _Unscale:
-    """Stands in for a GradScaler's `unscale_`, which writes gradients without torch counting it."""
+    """Replaces a GradScaler's `unscale_`, which writes gradients without torch counting it."""
 
     def __init__(self, hook: ClipHook, original: Any) -> None:
         self.hook = hook
@@ -116,5 +116,5 @@ class _Unscale:
 
 
 def _raw(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer behind Lightning's wrapper, on which attributes would be lost."""
+    """Return the optimizer inside Lightning's wrapper. Attributes set on the wrapper would be lost."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

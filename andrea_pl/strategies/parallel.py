@@ -19,11 +19,11 @@ from andrea_pl.strategies.synchronization import only_last_synchronizes
 
 
 class _SynchronizesLast(ClipHook):
-    """A strategy of several ranks that holds their exchange of gradients back by `block_backward_sync`."""
+    """A strategy for several ranks that can suppress the gradient exchange by `block_backward_sync`."""
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        """Accumulate gradients on this rank alone."""
+        """Accumulate gradients on this rank only."""
         with only_last_synchronizes(self, is_last=False):
             yield
 
@@ -31,12 +31,11 @@ class _SynchronizesLast(ClipHook):
 class ClipDDPStrategy(_SynchronizesLast, DDPStrategy):
     """Replicas of the model (DDP) with the clip hook; registered as `clip_ddp`.
 
-    Gradients are equal on all ranks by the time they are clipped, and so is their norm: it is not reduced
-    again.
+    When gradients are clipped, they are equal on all ranks, and so is their norm: it is not reduced again.
 
     Args:
         clipper: See `Clipper`.
-        options: Those of Lightning's DDPStrategy, `static_graph` among them.
+        options: Options of Lightning's DDPStrategy, including `static_graph`.
     """
 
     strategy_name = "clip_ddp"
@@ -48,17 +47,17 @@ class ClipDDPStrategy(_SynchronizesLast, DDPStrategy):
 class ClipModelParallelStrategy(_SynchronizesLast, ModelParallelStrategy):
     """Sharded models (FSDP2) with the clip hook; registered as `clip_model_parallel`.
 
-    Sums of squares are added up over the ranks that share a parameter; every rank has the same norm. A module
-    shards itself in `configure_model`, by `fully_shard` on inner modules.
+    Sums of squares are added over the ranks that share a parameter, so that every rank has the same norm. A
+    module shards itself in `configure_model`, by `fully_shard` on inner modules.
 
     Args:
         clipper: See `Clipper`.
-        data_parallel_size: Ranks among which data and parameters are shared out; `auto`: all that tensor
+        data_parallel_size: Number of ranks that share data and parameters; `auto` uses all ranks that tensor
             parallelism leaves.
-        tensor_parallel_size: Ranks that work on the same data.
-        save_distributed_checkpoint: False writes one file, which any strategy and `andrea generate` can read;
-            True a folder with a file a rank, which this strategy alone can continue.
-        options: Those of Lightning's ModelParallelStrategy.
+        tensor_parallel_size: Number of ranks that work on the same data.
+        save_distributed_checkpoint: False writes one file, which any strategy and `andrea generate` can read.
+            True writes a folder with one file per rank, which only this strategy can continue.
+        options: Options of Lightning's ModelParallelStrategy.
     """
 
     strategy_name = "clip_model_parallel"
@@ -82,14 +81,14 @@ class ClipModelParallelStrategy(_SynchronizesLast, ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """Share out all ranks."""
+        """Set up the device mesh over all ranks."""
         if self._takes_all_ranks:
             self._data_parallel_size = self.num_processes * self.num_nodes // int(self._tensor_parallel_size)
         super().setup_environment()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Refuse a GradScaler, which looks at one rank's shards alone."""
+        """Refuse a GradScaler, which checks only one rank's shards."""
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise UserError(
                 f"{type(self).__name__} cannot work with a GradScaler, which would skip on one rank and "
@@ -105,10 +104,10 @@ class ClipModelParallelStrategy(_SynchronizesLast, ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load, unless Lightning would give moments to the wrong parameters.
+        """Load a checkpoint, unless Lightning would assign moments to the wrong parameters.
 
-        It takes the numbers of an optimizer's parameters for places in the model; other strategies number
-        them along the optimizer's groups.
+        This strategy takes an optimizer's parameter numbers for indices in the model. Other strategies number
+        parameters by the optimizer's groups.
         """
         path = Path(self.broadcast(checkpoint_path))
         if path.is_file() and self.optimizers:
@@ -122,7 +121,7 @@ class ClipModelParallelStrategy(_SynchronizesLast, ModelParallelStrategy):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def _places(self, optimizer: Optimizer) -> list[list[int]]:
-        """Return where in the model the parameters of each group are."""
+        """Return the indices in the model of each group's parameters."""
         model = cast(nn.Module, self.model)
         places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
         return [[places[id(each)] for each in group["params"]] for group in optimizer.param_groups]

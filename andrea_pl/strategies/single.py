@@ -15,8 +15,8 @@ class ClipSingleDeviceStrategy(ClipHook, SingleDeviceStrategy):
 
     Args:
         clipper: See `Clipper`.
-        device: None takes the one that the trainer chose.
-        options: Those of Lightning's SingleDeviceStrategy.
+        device: The device; None uses the trainer's.
+        options: Options of Lightning's SingleDeviceStrategy.
     """
 
     strategy_name = "clip_single_device"
@@ -29,7 +29,7 @@ class ClipSingleDeviceStrategy(ClipHook, SingleDeviceStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The devices that the trainer chose; it asks for them by this name."""
+        """The devices that the trainer chose; the trainer uses this attribute."""
         return [self.root_device] if self._is_device_given else None
 
     @parallel_devices.setter

@@ -1,4 +1,4 @@
-"""Which backward passes exchange gradients among ranks."""
+"""Decides which backward passes exchange gradients among ranks."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,11 +13,11 @@ _learned: "WeakSet[DistributedDataParallel]" = WeakSet()
 
 @contextmanager
 def only_last_synchronizes(strategy: Strategy, is_last: bool) -> Generator[None]:
-    """Let ranks exchange gradients on the last backward pass before a step alone.
+    """Let ranks exchange gradients only on the last backward pass before a step.
 
-    Holds around the forward and the backward pass of one micro-batch. DDP with a static graph exchanges on
-    the first pass of its life as well, in which it learns the graph; the average of what is averaged already
-    is itself, and the gradient the same.
+    The context surrounds the forward and backward pass of one micro-batch. DDP with a static graph also
+    exchanges on its very first pass, in which it learns the graph. Averaging an average again does not change
+    it, so the gradient is the same.
     """
     model = getattr(strategy, "model", None)
     if not isinstance(strategy, ParallelStrategy) or not isinstance(model, nn.Module):

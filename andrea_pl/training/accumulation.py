@@ -1,4 +1,4 @@
-"""A window's label tokens and losses: every micro-batch run forward and backward, one graph at a time."""
+"""Runs each micro-batch of a window forward and backward, one graph at a time; sums losses and tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from andrea_pl.training.ranks import sum_over_ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowSums:
-    """The sums over a window whose gradients are in place."""
+    """The sums over a window, after its backward passes."""
 
     tokens: int | Tensor
-    """Label tokens over all ranks; a 0-d tensor where the host does not know them."""
+    """Label tokens over all ranks; a 0-d tensor if the host does not know them."""
     loss_sum: Tensor
     """0-d summed loss over all ranks, in nats for a language model."""
     micro_losses: tuple[Tensor, ...]
@@ -35,19 +35,19 @@ class WindowSums:
 
 
 class SourceLosses:
-    """Adds up the losses and label tokens of each source while a window is run."""
+    """Sums the losses and label tokens of each source while a window runs."""
 
     def __init__(self) -> None:
         self._count = 0
         self._sums: Tensor | None = None
 
     def tell_apart(self, names: Sequence[str]) -> None:
-        """Set the sources of this fit; fewer than two are not told apart."""
+        """Set the sources of this fit. A single source is not recorded."""
         self._count = len(names) if len(names) > 1 else 0
 
     @property
     def is_open(self) -> bool:
-        """Whether a window is being run and several sources are told apart."""
+        """Whether a window is running and there are several sources."""
         return self._sums is not None
 
     def open(self, device: torch.device) -> None:
@@ -56,9 +56,9 @@ class SourceLosses:
         self._sums = torch.zeros(shape, dtype=widest(device), device=device) if self._count else None
 
     def add(self, sources: Tensor, losses: Tensor, counts: Tensor | None) -> None:
-        """Add (N,) losses with (N,) label tokens, 1 each when left out, to the (N,) sources they belong to.
+        """Add (N,) losses with (N,) label tokens, by default 1 each, to their (N,) sources.
 
-        A negative source is left out.
+        Negative sources are ignored.
         """
         if self._sums is None:
             return
@@ -71,7 +71,7 @@ class SourceLosses:
         self._sums += torch.where(is_of, parts[:, :, None], 0.0).sum(1)  # a NaN stays with its source
 
     def close(self) -> Tensor | None:
-        """Return the window's (2, K) sums of this rank and end the window."""
+        """End the window and return its (2, K) sums on this rank."""
         sums, self._sums = self._sums, None
         return sums
 
@@ -84,12 +84,12 @@ class Accumulator:
         self._is_broken_off = False
 
     def reset(self) -> None:
-        """Drop what an earlier fit left."""
+        """Reset what an earlier fit left."""
         self.sources.close()
         self._is_broken_off = False
 
     def refuse_leftovers(self) -> None:
-        """Raise if an earlier window was left half accumulated where it cannot be undone.
+        """Raise if an earlier window was partly accumulated and this cannot be undone.
 
         Raises:
             UserError: After an exception between two micro-batches under FSDP2.
@@ -114,14 +114,15 @@ class Accumulator:
         the gradient is the mean over the label tokens of the whole window.
 
         Args:
-            module: Runs the backward passes.
-            loss_sum: Returns the loss of a micro-batch, summed over its labels.
+            module: The module that runs the backward passes.
+            loss_sum: Returns a micro-batch's loss, summed over its labels.
             window: The micro-batches of this rank.
             tokens: Label tokens of the window over all ranks.
-            trains: False for forward passes that only update statistics, such as those of BatchNorm.
+            trains: False for forward passes that only update statistics, such as BatchNorm's.
 
         Raises:
-            UserError: If a loss is not a scalar, or has no graph where other ranks wait for one.
+            UserError: If a loss is not a scalar, or has no graph while other ranks wait for its backward
+                pass.
         """
         trainer = module.trainer
         device = trainer.strategy.root_device
@@ -147,7 +148,7 @@ class Accumulator:
 
 
 def divisor(tokens: int | Tensor) -> float | Tensor:
-    """Return a number of tokens to divide by, exact where an integer tensor would give float32."""
+    """Return the number of tokens as an exact divisor; dividing by an integer tensor would give float32."""
     if isinstance(tokens, Tensor):
         return tokens.clamp(min=1).to(widest(tokens.device))
     return float(max(tokens, 1))
@@ -167,12 +168,12 @@ def _check_loss(loss: Tensor, number: int, needs_graph: bool) -> None:
 
 
 def _keeps_partial_gradients(trainer: pl.Trainer) -> bool:
-    """Say whether the strategy holds gradients of earlier micro-batches where `zero_grad` does not reach."""
+    """Return whether the strategy keeps gradients of earlier micro-batches that `zero_grad` cannot reset."""
     return isinstance(trainer.strategy, ModelParallelStrategy)
 
 
 def _over_ranks(trainer: pl.Trainer, total: Tensor, sources: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Add up the loss and the sources' sums over the ranks, in one reduction."""
+    """Sum the loss and the sources' sums over the ranks in one reduction."""
     parts = [total[None]] if sources is None else [total[None], sources.flatten()]
     figures = sum_over_ranks(trainer, torch.cat(parts))
     return figures[0], None if sources is None else figures[1:].reshape(sources.shape)

@@ -1,4 +1,4 @@
-"""Options of Trainer, strategy, optimizer and module that one exact update a window cannot work with."""
+"""Refuses options of Trainer, strategy, optimizer and module that would make updates inexact."""
 
 import inspect
 import math
@@ -31,7 +31,7 @@ def check_policy(
 
 
 def refuse_trainer_options(trainer: pl.Trainer) -> None:
-    """Refuse trainer options that would act on each batch, and say what to use instead."""
+    """Refuse trainer options that act on single batches; the message names the replacement."""
     if trainer.gradient_clip_val is not None or trainer.gradient_clip_algorithm is not None:
         raise UserError(
             "trainer.gradient_clip_val and trainer.gradient_clip_algorithm do nothing here; set `max_norm` "
@@ -69,7 +69,7 @@ def refuse_strategy(trainer: pl.Trainer) -> None:
 
 
 def refuse_optimizers(module: pl.LightningModule) -> None:
-    """Refuse whatever is not one optimizer with a step that needs no closure."""
+    """Refuse everything but a single optimizer whose step needs no closure."""
     optimizers, name = module.trainer.optimizers, type(module).__name__
     if len(optimizers) != 1:
         raise UserError(
@@ -84,7 +84,7 @@ def refuse_optimizers(module: pl.LightningModule) -> None:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Say whether an optimizer's step cannot be called without a closure that computes the loss anew."""
+    """Return whether an optimizer's step cannot be called without a closure that computes the loss anew."""
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     return any(
         each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
@@ -93,7 +93,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def whole_number(tokens: int | Tensor) -> int | Tensor:
-    """Return what `count_tokens` gave, if it is a whole number."""
+    """Return the result of `count_tokens` if it is an integer."""
     if tokens.is_floating_point() if isinstance(tokens, Tensor) else tokens != int(tokens):
         raise UserError(f"count_tokens must return a whole number of labels, got {tokens}")
     return tokens

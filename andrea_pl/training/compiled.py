@@ -1,10 +1,10 @@
-"""What `torch.compile` changes of a module: whose code is traced, and what its parts are called.
+"""Supports `torch.compile`: decides which code is traced, and keeps names of parameters unchanged.
 
-    trainer.fit(torch.compile(module))                 Lightning keeps the options; the loss is compiled
-    module.network.compile()                           the network's `__call__` is, by itself
-    module.network = torch.compile(module.network)     wraps it: `network._orig_mod.…` in every name
+    trainer.fit(torch.compile(module))                 compiles the loss, with the same options
+    module.network.compile()                           compiles the network's `__call__`
+    module.network = torch.compile(module.network)     wraps the network: `network._orig_mod.…` in every name
 
-The update itself is never traced: hooks of fused optimizers and dynamo do not mix.
+The update itself is never traced, since dynamo does not support hooks of fused optimizers.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 WRAPPER = "_orig_mod."
-"""What a wrapper of `torch.compile` puts before the names of what it wraps."""
+"""The part that a `torch.compile` wrapper adds to names."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def plain_name(name: str, prefix: str = "") -> str:
-    """Return the name that a part has without `torch.compile`; what comes before it, `prefix`, stays.
+    """Return a name without what `torch.compile` added after `prefix`.
 
-    A name without the prefix is another module's, and stays too.
+    A name without the prefix belongs to another module and does not change.
     """
     if not name.startswith(prefix):
         return name
@@ -31,18 +31,18 @@ def plain_name(name: str, prefix: str = "") -> str:
 
 
 def untraced(function: Function) -> Function:
-    """Return a function that runs as it is within compiled code; what it calls may be compiled by itself."""
+    """Return a function that is not traced within compiled code. Functions that it calls may be compiled."""
     return cast(Function, torch.compiler.disable(function))
 
 
 def compile_like(module: pl.LightningModule, function: Function) -> Function:
-    """Return a function compiled with the options of `torch.compile(module)`, itself where there was none."""
+    """Return a function compiled with the options of `torch.compile(module)`, unchanged without any."""
     context = cast(Any, module)._compiler_ctx
     return function if context is None else cast(Function, context["dynamo_ctx"](function))
 
 
 def strip_wrappers(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Write a state without the names of wrappers, so that it loads compiled or not; a `state_dict` hook."""
+    """Remove wrappers' names from a state, so that it loads compiled or not. A `state_dict` hook."""
     del module
     _rename(state, lambda name: plain_name(name, prefix))
     metadata = getattr(state, "_metadata", None)
@@ -51,7 +51,7 @@ def strip_wrappers(module: nn.Module, state: dict[str, Any], prefix: str, *_: An
 
 
 def match_wrappers(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Give a state the names of this module, wrapped or not; a hook before `load_state_dict`."""
+    """Give a state this module's names, with or without wrappers. A hook before `load_state_dict`."""
     names = [name for name, _ in cast("Iterable[tuple[str, Any]]", nn.Module.named_modules(module))]
     wrapped = {plain_name(name): name for name in names}  # the last of one name is the innermost
 

@@ -1,4 +1,4 @@
-"""What a module of exact updates does around its updates: when fits, epochs and checkpoints begin and end."""
+"""The hooks of `TokenWeightedModule` around its updates: at fits, epochs and checkpoints."""
 
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, cast
@@ -22,11 +22,11 @@ from andrea_pl.training.schedule_clock import ScheduleClock, read_next_configura
 from andrea_pl.training.verdict import SkipCounter
 
 STATE_KEY = "andrea_updates"
-"""Where a checkpoint has the counters of updates."""
+"""The checkpoint's key for the update counters."""
 
 
 class UpdateLifecycle(pl.LightningModule):
-    """The base of `TokenWeightedModule`: its counters, and all hooks but those of the update itself."""
+    """The base of `TokenWeightedModule`: its counters, and all hooks except those of the update itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,16 +43,16 @@ class UpdateLifecycle(pl.LightningModule):
         self.register_load_state_dict_pre_hook(match_wrappers)
 
     def finalize_update(self) -> None:
-        """Learn what became of the last update, where that is not known yet."""
+        """Wait for the outcome of the last update if it is pending."""
 
     def _drop_update(self) -> None:
-        """Drop what an earlier fit left of its last update."""
+        """Drop the state of an earlier fit's last update."""
 
     @override
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Generator[tuple[str, Any]]:
-        """Yield the modules, and with them parameters and buffers, by the names that they have uncompiled."""
+        """Yield modules, and thereby parameters and buffers, by their names without `torch.compile`."""
         for name, module in cast(
             "Iterator[tuple[str, Any]]", super().named_modules(memo, prefix, remove_duplicate)
         ):
@@ -60,7 +60,7 @@ class UpdateLifecycle(pl.LightningModule):
 
     @override
     def configure_callbacks(self) -> Sequence[Callback]:
-        """Add callbacks that write figures and place of an update, where none of their kind is given."""
+        """Add an `UpdateLog` and an `ExactResume`, unless the trainer has its own."""
         refuse_trainer_options(self.trainer)
         wanted: list[Callback] = [
             UpdateLog(),
@@ -78,7 +78,7 @@ class UpdateLifecycle(pl.LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Refuse a strategy that cannot work, and drop what an earlier fit left."""
+        """Refuse a strategy that cannot work, and reset what an earlier fit left."""
         self._drop_update()
         self._accumulator.reset()
         self._ranks.reset()
@@ -89,7 +89,7 @@ class UpdateLifecycle(pl.LightningModule):
             refuse_strategy(self.trainer)
 
     def _reset_counters(self) -> None:
-        """Start to count anew, for a fit that does not continue the one before."""
+        """Reset the counters for a fit that does not continue the previous one."""
         self.updates_applied = self.updates_skipped = 0
         self._skips.in_a_row = 0
         self.update_report = None
@@ -97,7 +97,7 @@ class UpdateLifecycle(pl.LightningModule):
 
     @override
     def on_train_start(self) -> None:
-        """Refuse optimizers and schedulers that do not fit one update a window; learn the sources."""
+        """Refuse unsupported optimizers and schedulers; look up the sources."""
         datamodule = cast(Any, self.trainer).datamodule
         names = datamodule.source_names if isinstance(datamodule, NamesSources) else ()
         self._accumulator.sources.tell_apart(names)
@@ -107,14 +107,14 @@ class UpdateLifecycle(pl.LightningModule):
 
     @override
     def on_train_epoch_start(self) -> None:
-        """Tell the loader, which may be a new one, of the epoch."""
+        """Tell the loader, which may be a new one, the number of the epoch."""
         self._begin_windows()
         loader = self.trainer.train_dataloader
         if isinstance(loader, WindowLoader):
             loader.reach_epoch(epochs_over(self.trainer))
 
     def _begin_windows(self) -> None:
-        """Compare the ranks' numbers of windows, and tell the loader what the trainer takes of it."""
+        """Compare the ranks' numbers of windows; tell the loader how many windows the trainer will use."""
         compare_lengths(self.trainer)
         self._ranks.reset()
         loader = self.trainer.train_dataloader
@@ -131,14 +131,14 @@ class UpdateLifecycle(pl.LightningModule):
 
     @override
     def on_train_epoch_end(self) -> None:
-        """Finish the epoch's last update, where no callback did, and move a schedule that goes by epochs."""
+        """Finish the epoch's last update if no callback did, and move a per-epoch schedule."""
         self.finalize_update()
         self._ranks.end_epoch(self.trainer)
         self._clock.end_epoch(self.trainer)
 
     @override
     def on_train_end(self) -> None:
-        """Finish the last update, where no callback did."""
+        """Finish the last update if no callback did."""
         self.finalize_update()
 
     @override
@@ -162,5 +162,5 @@ class UpdateLifecycle(pl.LightningModule):
 
 
 def _finalize_before_state(module: nn.Module, *_: Any) -> None:
-    """Let no checkpoint be written of weights whose last update is not judged yet."""
+    """Finish the last update before its weights go into a checkpoint."""
     cast(UpdateLifecycle, module).finalize_update()

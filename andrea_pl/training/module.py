@@ -3,7 +3,7 @@
 training_step(window)
   1 count       label tokens of the window, over all ranks
   2 accumulate  each micro-batch: loss_sum ──> manual_backward(loss_sum * world_size / tokens)
-  3 finalize    the update before this one, where its verdict was still on the way to the host
+  3 finalize    the previous update, if its verdict was still on the way to the host
   4 judge       optimizer.step() ──> callbacks read the averaged gradient ──> norm ──> may it change weights?
   5 clip, step  once, by the global norm; an update that must change nothing steps without gradients
   6 schedule    moves if weights changed and it is due (see `schedule_clock`)
@@ -55,22 +55,22 @@ from andrea_pl.training.verdict import (
 
 
 class TokenWeightedModule(UpdateLifecycle):
-    """A module whose every update is exact, whatever network, loss and data it has.
+    """A module whose every update is exact, for any network, loss and data.
 
-    A subclass defines `count_tokens` and `loss_sum` and configures one optimizer, with or without a
+    A subclass defines `count_tokens` and `loss_sum`, and configures one optimizer with or without a
     scheduler. A batch that is a `Window` is an update of several micro-batches. Any other batch is a window
-    of one.
+    with one micro-batch.
 
     The scheduler moves after every update that changed weights. With `"interval": "epoch"` it moves at the
     end of every epoch, and with a `"monitor"` by that metric. `"frequency": n` moves it every n-th time.
 
     Args:
-        max_norm: Global L2 norm that gradients are clipped to; None measures the norm and clips nothing.
-        on_nonfinite: What a NaN or Inf in loss or gradient does: `raise` stops the run, `skip` passes over
-            the update. Neither changes a weight, a moment or the schedule.
-        max_consecutive_skips: Under `skip`, or with a GradScaler, more skipped updates in a row than this
-            raise.
-        min_loss_scale: With a GradScaler, an overflow at this scale or below raises.
+        max_norm: Global L2 norm that gradients are clipped to; None only measures the norm.
+        on_nonfinite: What to do about a NaN or Inf in loss or gradient: `raise` stops the run, `skip` skips
+            the update. Neither changes weights, moments or the schedule.
+        max_consecutive_skips: Consecutive skipped updates, under `skip` or with a GradScaler, above which an
+            error is raised.
+        min_loss_scale: With a GradScaler, an overflow at this scale or below raises an error.
 
     Raises:
         UserError: If a value is out of range.
@@ -78,9 +78,9 @@ class TokenWeightedModule(UpdateLifecycle):
     Attributes:
         updates_applied: Updates that changed weights; equal to the `last_epoch` of a scheduler that moves
             after each of them.
-        updates_skipped: Updates attempted that changed nothing. While training goes on both together are
-            `trainer.global_step`; an update that raises is counted here too.
-        update_report: That of the last update whose outcome is known.
+        updates_skipped: Attempted updates that changed nothing, including one that raised. During training
+            `updates_applied + updates_skipped` is `trainer.global_step`.
+        update_report: The report of the last update with a known outcome.
     """
 
     def __init__(
@@ -101,34 +101,34 @@ class TokenWeightedModule(UpdateLifecycle):
         self._clipper = Clipper("torch")
 
     def count_tokens(self, micro_batch: Any) -> int | Tensor:
-        """Return how many labels of a micro-batch count: an int, or a 0-d tensor."""
+        """Return the number of valid labels of a micro-batch: an int, or a 0-d tensor."""
         raise NotImplementedError(f"{type(self).__name__} must define count_tokens(micro_batch)")
 
     def loss_sum(self, micro_batch: Any) -> Tensor:
-        """Return the loss summed over the labels that count, a scalar attached to the graph."""
+        """Return the loss summed over the valid labels, a scalar attached to the graph."""
         raise NotImplementedError(f"{type(self).__name__} must define loss_sum(micro_batch)")
 
     def record_source_losses(self, sources: Tensor, losses: Tensor, counts: Tensor | None = None) -> None:
-        """Tell sources apart: call it in `loss_sum` with the parts that its sum consists of.
+        """Record losses by source. Call it in `loss_sum` with the parts of its sum.
 
-        It does nothing outside an update, and where the datamodule does not name several `source_names`.
+        It does nothing outside an update, and unless the datamodule has several `source_names`.
 
         Args:
-            sources: (N,) int, `source_id` of each part; a negative one is left out.
+            sources: (N,) int, `source_id` of each part; negative ones are ignored.
             losses: (N,) losses, of labels or of sequences.
-            counts: (N,) labels in each part; 1 each when left out.
+            counts: (N,) labels in each part; by default 1 each.
         """
         self._accumulator.sources.add(sources, losses, counts)
 
     @property
     def tracks_sources(self) -> bool:
-        """Whether `record_source_losses` has a use for losses now."""
+        """Whether `record_source_losses` currently records anything."""
         return self._accumulator.sources.is_open
 
     @override
     @untraced
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Make one update of one window and return its report."""
+        """Make one update from one window and return its report."""
         window = cast("list[Any]", batch) if isinstance(batch, Window) else [batch]
         if not window:
             raise UserError("an empty window: a loader must put at least one micro-batch into each")
@@ -157,7 +157,7 @@ class TokenWeightedModule(UpdateLifecycle):
 
     @override
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Judge the averaged gradient and clip it once; every callback has read it by now."""
+        """Judge the averaged gradient and clip it once. Every callback has read it by now."""
         update = self._update
         if not isinstance(update, OpenUpdate):
             return
@@ -169,16 +169,16 @@ class TokenWeightedModule(UpdateLifecycle):
             self._count_skips_or_raise(judged, judged.verdict)
 
     def gradient_norm(self, optimizer: Optimizer) -> GradientNorm:
-        """Return norms and non-finite counts of the gradients; measured once an update, for all who ask."""
+        """Return norms and non-finite counts of the gradients, measured once per update for all callers."""
         if not isinstance(self._update, OpenUpdate):
             return self._clip_hook().gradient_norm(optimizer)
         with self._update.timing():
             return self._clip_hook().gradient_norm(optimizer)
 
     def refuse_update(self, fault: str) -> None:
-        """Let the update that is about to step change nothing, for callbacks that found a reason.
+        """Make the coming update change nothing.
 
-        Called from a callback's `on_before_optimizer_step`. The update counts as not finite: it raises or is
+        Call it from a callback's `on_before_optimizer_step`. The update counts as not finite: it raises or is
         skipped, as `on_nonfinite` says.
 
         Args:
@@ -190,13 +190,13 @@ class TokenWeightedModule(UpdateLifecycle):
 
     @override
     def finalize_update(self) -> None:
-        """Learn from the device what became of the last update, where that is not known yet.
+        """Wait for the device's verdict on the last update if it is pending.
 
-        Called before the next update steps, before validation, before the weights are read for a checkpoint
-        and at the end of an epoch. A CPU never has a verdict outstanding.
+        Called before the next update steps, before validation, before the weights go into a checkpoint, and
+        at the end of an epoch. On a CPU no verdict is ever pending.
 
         Raises:
-            NonFiniteError: If the update was not finite and that is to stop the run.
+            NonFiniteError: If the update was not finite, and `on_nonfinite` is `raise` or a limit is reached.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -245,7 +245,7 @@ class TokenWeightedModule(UpdateLifecycle):
         return JudgedUpdate(update=update, measured=measured, figures=figures, verdict=verdict)
 
     def _defers_verdict(self, update: OpenUpdate, optimizer: Optimizer) -> bool:
-        """Say whether the device can judge the update and skip its step, so that the host need not wait."""
+        """Return whether the device can judge the update and skip its step, without waiting for the host."""
         is_empty = isinstance(update.sums.tokens, int) and not update.sums.tokens
         is_known = is_empty or update.refusal is not None
         reads_late = not can_read_at_once(self.device)
@@ -263,7 +263,7 @@ class TokenWeightedModule(UpdateLifecycle):
         )
 
     def _count_skips_or_raise(self, judged: JudgedUpdate, verdict: Verdict) -> None:
-        """Count updates skipped in a row, and stop where that is the policy."""
+        """Count consecutive skipped updates, and stop the run if the policy says so."""
         self._skips.count(verdict)
         scaler, number = scaler_of(self.trainer), judged.update.number
         scale = scaler.get_scale() if scaler is not None and verdict.outcome == "scaler_skip" else None
@@ -313,7 +313,7 @@ class TokenWeightedModule(UpdateLifecycle):
         )
 
     def _clear_leftovers(self) -> None:
-        """Clear what an exception may have left of an update that was given up."""
+        """Drop the state of an update that an exception interrupted."""
         self.zero_grad(set_to_none=True)
         was_open, self._update = self._update is not None, None
         scaler = scaler_of(self.trainer)
@@ -326,7 +326,7 @@ class TokenWeightedModule(UpdateLifecycle):
         self._update = self._pending = None
 
     def _prepare_scaler(self, optimizer: Optimizer) -> None:
-        """Unscale where Lightning leaves it to a fused optimizer; give the scaler a gradient to look at."""
+        """Unscale gradients that Lightning leaves to a fused optimizer; give the scaler one to check."""
         scaler = scaler_of(self.trainer)
         if scaler is None:
             return
@@ -341,7 +341,7 @@ class TokenWeightedModule(UpdateLifecycle):
         return strategy if isinstance(strategy, ClipsGradients) else self._clipper
 
     def _log_to_bar(self, judged: JudgedUpdate) -> None:
-        """Feed Lightning's bar and monitors."""
+        """Log figures for Lightning's progress bar and monitors."""
         if judged.verdict is not None and judged.verdict.outcome == "empty":
             return
         measured = judged.measured
@@ -351,6 +351,6 @@ class TokenWeightedModule(UpdateLifecycle):
 
 
 def _current_lr(optimizer: Optimizer) -> float | None:
-    """Return the rate of the first group, None where the optimizer sets its rate itself."""
+    """Return the first group's learning rate, None if the optimizer sets its rate itself."""
     lr = optimizer.param_groups[0]["lr"]
     return None if lr is None else float(lr)

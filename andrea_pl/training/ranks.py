@@ -1,8 +1,8 @@
 """The label tokens of a window over all ranks, and whether every rank has equally many windows.
 
-An update adds up its label tokens over the ranks and, in the same reduction, how many ranks have no window
-after this one. Where some have one and others have not, they all stop together after this update. Otherwise
-one of them would wait for the others for ever.
+An update sums its label tokens over the ranks and, in the same reduction, counts the ranks without a next
+window. If only some ranks have one, all of them stop together after this update. Otherwise a rank would wait
+for the others forever.
 """
 
 import math
@@ -22,7 +22,7 @@ from andrea_pl.errors import UserError
 
 
 class RankWindows:
-    """Counts the windows of an epoch on every rank, and stops all ranks together where the counts differ."""
+    """Counts the windows of an epoch on every rank, and stops all ranks together if the counts differ."""
 
     def __init__(self) -> None:
         self.reset()
@@ -51,17 +51,17 @@ class RankWindows:
         return tokens
 
     def check(self, trainer: pl.Trainer, windows: int) -> None:
-        """Stop where some ranks have trained their last window of the epoch and others have not.
+        """Stop if only some ranks have trained their last window of the epoch.
 
-        This waits until the device has begun with the update, no longer. All ranks come here with the same
-        figures, and none of them has left for a collective operation of validation or of the epoch's end.
+        This waits only until the device has started the update. All ranks reach this point with the same
+        figures, before any collective operation of validation or of the epoch's end.
         """
         ranks, self._pending = self._pending, None
         if ranks is not None and ranks.read()[0] not in (0, trainer.world_size):
             raise _unequal_windows(trainer, windows, self._is_at_end)
 
     def end_epoch(self, trainer: pl.Trainer) -> None:
-        """Take part once more where an epoch ended without its last window known as such.
+        """Join one more reduction if the epoch ended without its last window being known as the last.
 
         Other ranks may be counting the tokens of a window that this rank does not have.
         """
@@ -75,14 +75,14 @@ class RankWindows:
 
 
 def sum_over_ranks(trainer: pl.Trainer, figures: Tensor) -> Tensor:
-    """Add up figures over the ranks. Lightning's own reduction has the host wait at a barrier first."""
+    """Sum figures over the ranks. Lightning's own reduction makes the host wait at a barrier first."""
     if is_distributed():
         return reduce_over_ranks(figures, "sum")
     return cast(Tensor, trainer.strategy.reduce(figures, reduce_op="sum"))
 
 
 def compare_lengths(trainer: pl.Trainer) -> None:
-    """Stop where loaders with a length give the ranks unequal numbers of windows; all ranks call this.
+    """Stop if loaders with a length give the ranks unequal numbers of windows. All ranks must call this.
 
     Raises:
         UserError: On every rank.
@@ -99,7 +99,7 @@ def compare_lengths(trainer: pl.Trainer) -> None:
 def _sum_with_ranks(
     trainer: pl.Trainer, tokens: int | Tensor, is_at_end: bool, has_none: bool
 ) -> tuple[Tensor, HostCopy]:
-    """Add up tokens over the ranks; and how many ranks train their epoch's last window, and how many none."""
+    """Sum over the ranks: tokens, ranks with their epoch's last window, and ranks without a window."""
     local = torch.zeros(3, dtype=torch.int64, device=trainer.strategy.root_device)
     local[0], local[1], local[2] = tokens, int(is_at_end), int(has_none)  # which waits for no copy
     figures = sum_over_ranks(trainer, local)
@@ -107,12 +107,12 @@ def _sum_with_ranks(
 
 
 def _unequal_windows(trainer: pl.Trainer, windows: int, is_over: bool) -> UserError:
-    """Return the error for ranks that found out within an epoch; all ranks call this.
+    """Return the error about unequal numbers of windows found within an epoch. All ranks must call this.
 
     Args:
         trainer: The trainer.
         windows: Windows that this rank has trained in this epoch.
-        is_over: Whether it has no other.
+        is_over: Whether this rank has no more windows.
     """
     counts = _gather(trainer, float(windows), float(is_over))
     return _unequal([str(int(n)) if over else f"at least {int(n) + 1}" for n, over in counts])
@@ -131,7 +131,7 @@ def _unequal(counts: list[str]) -> UserError:
 
 
 def _gather(trainer: pl.Trainer, *figures: float) -> list[list[float]]:
-    """Return figures of every rank, in their order."""
+    """Return the figures of every rank, in rank order."""
     device = trainer.strategy.root_device
     own = torch.tensor(figures, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
     return cast("list[list[float]]", trainer.strategy.all_gather(own).reshape(-1, len(figures)).tolist())

@@ -1,4 +1,4 @@
-"""The report of an update, from what was measured and decided."""
+"""Makes the report of an update from its measurements and verdict."""
 
 from typing import Any
 
@@ -21,9 +21,9 @@ def build_report(
     loss_scale: float | None,
     nonfinite: str | None = None,
 ) -> UpdateReport:
-    """Return the report of an update; one that the device has not judged yet has no figures.
+    """Return the report of an update. It has no figures while the device's verdict is pending.
 
-    An update without a label has neither loss nor norm. One that changed nothing has no clip.
+    An update without labels has neither loss nor norm. An update that changed nothing has no clip.
     """
     has_labels = outcome != "empty"
     norm = measured.norm.total if has_labels else None
@@ -46,7 +46,7 @@ def build_report(
 
 
 def _source_figures(sums: tuple[float, ...]) -> dict[str, Any]:
-    """Return a report's figures by source; none where no source was told apart."""
+    """Return a report's figures by source; empty with a single source."""
     count = len(sums) // 2
     losses, tokens = sums[:count], [int(each) for each in sums[count:]]
     if not any(tokens):

@@ -1,13 +1,13 @@
-"""When the scheduler that `configure_optimizers` returned moves.
+"""Decides when the scheduler from `configure_optimizers` moves.
 
-configure_optimizers ──> read_schedules: what was written ──> Lightning: one LRSchedulerConfig
-    interval step      after every `frequency`-th update that changed weights; also where nothing is written
+configure_optimizers ──> read_schedules: the given settings ──> Lightning: one LRSchedulerConfig
+    interval step      after every `frequency`-th update that changed weights (the default)
     interval epoch     at the end of every `frequency`-th epoch; with a `monitor`, by its last value
 
-Under manual optimization Lightning acts on none of these, drops `monitor` and `strict`, and gives a bare
-scheduler the interval "epoch", which cannot be told afterwards from one that was written. So the settings are
-read before Lightning sees them, and written out in full. A scheduler that a callback puts in, such as the one
-of StochasticWeightAveraging, goes by its own LRSchedulerConfig.
+Under manual optimization Lightning ignores these settings, drops `monitor` and `strict`, and gives a bare
+scheduler the interval "epoch", as if the user had chosen it. So this module reads the settings before
+Lightning does, and passes them on in full. A scheduler that a callback adds, such as that of
+StochasticWeightAveraging, uses its own LRSchedulerConfig.
 """
 
 from collections.abc import Mapping
@@ -32,23 +32,23 @@ KEYS = {field.name for field in fields(LRSchedulerConfig)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """What Lightning drops of a scheduler's settings."""
+    """The settings of a scheduler that Lightning drops."""
 
     monitor: str | None
-    """The metric that the scheduler steps on; None where it steps on none."""
+    """The metric that the scheduler steps on, or None."""
     strict: bool
     """Whether a missing metric is an error."""
 
 
 def read_schedules(returned: Any) -> tuple[Any, list[Watch]]:
-    """Read the settings of the schedulers among what `configure_optimizers` returned.
+    """Read the schedulers' settings in the result of `configure_optimizers`.
 
     Returns:
-        The same with every scheduler in a dict that has its `interval` and nothing that Lightning drops, and
-        what it would have dropped of each.
+        The same result with complete settings and without those that Lightning drops, and a list of the
+        dropped settings.
 
     Raises:
-        UserError: If nothing was returned, or a setting has no meaning.
+        UserError: If the result is None, or a setting is invalid.
     """
     if returned is None:
         raise UserError(
@@ -75,7 +75,7 @@ def read_schedules(returned: Any) -> tuple[Any, list[Watch]]:
 
 
 def _read_entry(entry: Any, monitor: Any) -> tuple[dict[str, Any], Watch]:
-    """Return one scheduler's settings, complete, and its watch; `monitor` holds where it names none."""
+    """Return one scheduler's complete settings and its watch; `monitor` is the default metric."""
     written = dict(cast("dict[str, Any]", entry)) if isinstance(entry, dict) else {"scheduler": entry}
     unknown = written.keys() - KEYS
     if unknown or "scheduler" not in written:
@@ -119,29 +119,29 @@ def _check_timing(name: str, written: Mapping[str, Any], is_watching: bool, moni
 
 
 class ScheduleClock:
-    """Knows when a scheduler moves, and moves those that go by epochs.
+    """Knows when a scheduler moves, and moves per-epoch schedulers.
 
-    Its state holds what a checkpoint needs of it: epochs that have moved the schedule, and the last value of
-    a monitored metric, which a resume at the end of an epoch would otherwise lack.
+    Its state holds the number of epochs that moved the schedule, and the last value of a monitored metric,
+    which a resume at the end of an epoch would otherwise lack.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget an earlier run."""
+        """Reset what an earlier run left."""
         self._watches: list[Watch] | None = None
         self._epochs = 0
         self._restored_epochs: int | None = None
         self._monitored: float | None = None
 
     def read(self, returned: Any) -> Any:
-        """Take note of what `configure_optimizers` returned and return it for Lightning."""
+        """Read the result of `configure_optimizers`, and return it for Lightning."""
         completed, self._watches = read_schedules(returned)
         return completed
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Complete Lightning's settings, and make the moves of epochs that ended after the last checkpoint.
+        """Complete Lightning's settings, and make pending moves of epochs that ended at the checkpoint.
 
         Raises:
             UserError: If there are several schedulers, or one that moves by an unknown metric.
@@ -186,15 +186,15 @@ class ScheduleClock:
             self._move_by_epoch(trainer, epoch + 1)
 
     def end_update(self, trainer: pl.Trainer, updates: int, is_revocable: bool) -> ScheduleMove | None:
-        """Move a scheduler that goes by updates, if it is due.
+        """Move a per-update scheduler if it is due.
 
         Args:
-            trainer: Has the scheduler.
-            updates: Updates that changed weights, this one included.
+            trainer: The trainer with the scheduler.
+            updates: Updates that changed weights, including this one.
             is_revocable: Whether the update may turn out to have changed nothing.
 
         Returns:
-            How to undo the move; None if nothing moved or the move is final.
+            An object that can undo the move; None if nothing moved or the move is final.
         """
         move = None
         for config in trainer.lr_scheduler_configs:
@@ -206,7 +206,7 @@ class ScheduleClock:
         return move
 
     def end_epoch(self, trainer: pl.Trainer) -> None:
-        """Move a scheduler that goes by epochs, once an epoch, and only where the epoch came to its end."""
+        """Move a per-epoch scheduler, once per epoch, and only if the epoch was completed."""
         over = epochs_over(trainer)
         if over > self._epochs and ends_epoch(trainer):
             self._epochs = over
@@ -222,7 +222,7 @@ class ScheduleClock:
         self._monitored = state.get("monitored")
 
     def _latest(self, trainer: pl.Trainer) -> float | None:
-        """Return the monitored metric's last value, None where there is none."""
+        """Return the monitored metric's last value, or None."""
         names = [config.monitor for config in trainer.lr_scheduler_configs if config.monitor is not None]
         value = trainer.callback_metrics.get(names[0]) if names else None
         if value is not None:
@@ -245,7 +245,7 @@ class ScheduleClock:
 
 
 def _miss_metric(trainer: pl.Trainer, config: LRSchedulerConfig) -> None:
-    """Say that a monitored metric is not there."""
+    """Raise or warn because a monitored metric is missing."""
     known = ", ".join(sorted(trainer.callback_metrics)) or "none"
     message = (
         f"{type(config.scheduler).__name__} moves by the metric {config.monitor!r}, which was not logged "
@@ -257,7 +257,7 @@ def _miss_metric(trainer: pl.Trainer, config: LRSchedulerConfig) -> None:
 
 
 def _warn_of_averaging(trainer: pl.Trainer) -> None:
-    """Say where Lightning resumes the schedule of StochasticWeightAveraging an epoch late."""
+    """Warn if Lightning will resume the schedule of StochasticWeightAveraging an epoch late."""
     if cast(Any, trainer.fit_loop).restarted_mid_epoch and any(
         isinstance(each, StochasticWeightAveraging) and cast(Any, each)._scheduler_state is not None
         for each in cast("list[Any]", cast(Any, trainer).callbacks)
@@ -270,10 +270,10 @@ def _warn_of_averaging(trainer: pl.Trainer) -> None:
 
 
 def follow_new_groups(trainer: pl.Trainer) -> None:
-    """Have parameter groups that were added since the last update follow the schedule.
+    """Make parameter groups that were added since the last update follow the schedule.
 
     Raises:
-        UserError: If the scheduler cannot, and would raise out of torch after the weights moved.
+        UserError: If the scheduler does not support it; torch would raise after the weights moved.
     """
     for config in trainer.lr_scheduler_configs:
         if isinstance(config.scheduler, FactorLR):
@@ -287,9 +287,9 @@ def follow_new_groups(trainer: pl.Trainer) -> None:
 
 
 def read_next_configuration(module: pl.LightningModule, clock: ScheduleClock) -> None:
-    """Have the next call of `configure_optimizers`, and no later one, read for its schedulers' settings.
+    """Wrap the next call of `configure_optimizers` to read the schedulers' settings.
 
-    LightningCLI puts a method of its own on the instance, which comes back after the call.
+    LightningCLI may have put its own method on the instance. It is restored after the call.
     """
     own = vars(module).get("configure_optimizers")
     if isinstance(own, partial) and cast("partial[Any]", own).func is _configure_and_read:
@@ -298,7 +298,7 @@ def read_next_configuration(module: pl.LightningModule, clock: ScheduleClock) ->
 
 
 def _configure_and_read(module: pl.LightningModule, clock: ScheduleClock, own: Any) -> Any:
-    """Stand in for one call of a module's `configure_optimizers`, and give the name back to `own`."""
+    """Replace a module's `configure_optimizers` for one call, and then restore `own`."""
     del vars(module)["configure_optimizers"]
     if own is not None:
         vars(module)["configure_optimizers"] = own

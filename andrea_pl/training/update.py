@@ -1,4 +1,4 @@
-"""One update between its backward passes and its report."""
+"""The state of one update between its backward passes and its report."""
 
 import time
 from collections.abc import Generator
@@ -13,9 +13,9 @@ class OpenUpdate:
     """An update whose gradients are averaged and whose optimizer is about to step.
 
     Args:
-        number: The update, from 1.
-        lr: Rate of the first parameter group; None where the optimizer sets its rate itself.
-        sums: The sums over its window.
+        number: The update's number, from 1.
+        lr: Learning rate of the first parameter group; None if the optimizer sets its rate itself.
+        sums: The sums over the window.
     """
 
     def __init__(self, number: int, lr: float | None, sums: WindowSums) -> None:
@@ -23,13 +23,13 @@ class OpenUpdate:
         self.lr = lr
         self.sums = sums
         self.refusal: str | None = None
-        """What a callback found not to be finite before the step."""
+        """What a callback found to be not finite before the step."""
         self.clip_seconds = 0.0
         """Seconds that the host has spent on measuring and clipping."""
 
     @contextmanager
     def timing(self) -> Generator[None]:
-        """Count the time within the context as spent on measuring and clipping."""
+        """Add the time within the context to `clip_seconds`."""
         began = time.perf_counter()
         try:
             yield
@@ -44,11 +44,11 @@ class JudgedUpdate:
     update: OpenUpdate
     measured: Measured
     figures: Figures | None = None
-    """None while they are on their way to the host, from a device that judges by itself."""
+    """None while a device that judges the update itself has not told the host yet."""
     verdict: Verdict | None = None
-    """None as long as `figures` are."""
+    """None while `figures` is None."""
 
     @property
     def may_have_changed_weights(self) -> bool:
-        """Whether the step changed weights, or is likely to have."""
+        """Whether the step changed weights, or probably did."""
         return self.verdict is None or self.verdict.outcome == "applied"

@@ -1,4 +1,4 @@
-"""Whether an update may change weights, and what its outcome is.
+"""Decides whether an update may change weights, and what its outcome is.
 
 loss, norm, tokens ──> is_bad, on the device ──> decide, on the host ──> outcome ──> reason_to_stop
 """
@@ -21,19 +21,19 @@ from andrea_pl.training.accumulation import WindowSums
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The averaged gradient of an update as it was judged, and the copy of its figures for the host."""
+    """The judged gradient of an update, and the copy of its figures for the host."""
 
     loss: Tensor
     """Token mean, 0-d."""
     norm: GradientNorm
-    """Before clipping."""
+    """Norm before clipping, 0-d."""
     coefficient: Tensor | None
-    """What the gradients are multiplied by, 0-d; None where the update changes nothing."""
+    """Factor on the gradients, 0-d; None if the update changes nothing."""
     figures: HostCopy
     """The row that `figure_row` made."""
 
     def on_host(self, figures: "Figures", coefficient: float) -> "Measured":
-        """Return the same with loss, norm and coefficient on the host, so that callbacks need no device."""
+        """Return a copy with loss, norm and coefficient on the host, so that callbacks need no device."""
         loss, norm, clip = (
             torch.tensor(each, dtype=torch.float64) for each in (figures.loss, figures.norm, coefficient)
         )
@@ -42,7 +42,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What the host knows of an update once its device has told."""
+    """An update's figures on the host."""
 
     loss: float
     norm: float
@@ -54,17 +54,17 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What becomes of an update."""
+    """The decision about an update."""
 
     outcome: Outcome
     nonfinite: str | None = None
-    """Which loss, gradient or tensor was not finite; None where all were."""
+    """The loss, gradient or tensor that was not finite; None if all were finite."""
 
 
 def is_bad(loss: Tensor, norm: Tensor, tokens: int | Tensor, max_norm: float) -> Tensor:
-    """Return 1 where an update must change nothing, else 0, as 0-d float32, without waiting for the device.
+    """Return 0-d float32: 1 if an update must change nothing, else 0. Does not wait for the device.
 
-    A norm, or its multiple of `max_norm`, beyond float32 cannot be clipped by within a step.
+    A step cannot clip if the norm, or its ratio to `max_norm`, overflows in float32.
     """
     reach = norm / min(1.0, max_norm)
     is_good = torch.isfinite(loss).to(norm.device) & torch.isfinite(reach.float())
@@ -82,7 +82,7 @@ def figure_row(
 
 
 def read_figures(row: HostCopy) -> tuple[Figures, float]:
-    """Return what `figure_row` put into a row, and the clip coefficient; waits until it has arrived."""
+    """Return the figures of a `figure_row`, and the clip coefficient. Waits until the row has arrived."""
     loss, norm, tokens, bad, coefficient, *sources = row.read()
     figures = Figures(loss=loss, norm=norm, tokens=int(tokens), is_bad=bool(bad), sources=tuple(sources))
     return figures, coefficient
@@ -94,11 +94,11 @@ def decide(
     """Return the verdict on an update.
 
     Args:
-        figures: Its figures on the host.
-        refusal: What a callback found not to be finite, None where it found nothing.
-        skips_nonfinite: Whether an update that is not finite is passed over instead of raising.
-        has_scaler: Whether a GradScaler is at work: a finite loss with an infinite gradient is its own
-        overflow.
+        figures: The update's figures on the host.
+        refusal: What a callback found to be not finite, or None.
+        skips_nonfinite: Whether to skip an update that is not finite instead of raising.
+        has_scaler: Whether there is a GradScaler; then a finite loss with an infinite gradient is its
+            overflow.
         fault: Names what is not finite.
     """
     if figures.tokens == 0:
@@ -115,14 +115,14 @@ def decide(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Where to look for what was not finite in an update."""
+    """Finds what was not finite in an update."""
 
     module: nn.Module
     norm: GradientNorm
     micro_losses: Sequence[Tensor]
 
     def name(self, is_loss_finite: bool) -> str:
-        """Return in words which micro-batch's loss and which parameter's gradient; waits for the device."""
+        """Return in words which micro-batch's loss and which parameter's gradient. Waits for the device."""
         parts: list[str] = []
         if not is_loss_finite:
             values = cast("list[float]", torch.stack(list(self.micro_losses)).tolist())
@@ -140,13 +140,13 @@ class Fault:
 
 
 class SkipCounter:
-    """Counts updates in a row that changed nothing because of a NaN or Inf, and says when that must end."""
+    """Counts consecutive updates that a NaN or Inf kept from changing weights, and decides when to stop."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
 
     def count(self, verdict: Verdict) -> None:
-        """Take in the verdict on an update; an empty one leaves the count as it is."""
+        """Count the verdict on an update. An empty update does not change the count."""
         if verdict.outcome == "applied":
             self.in_a_row = 0
         elif verdict.outcome != "empty":
@@ -155,14 +155,14 @@ class SkipCounter:
     def reason_to_stop(
         self, verdict: Verdict, number: int, limit: int, scale: float | None, min_scale: float
     ) -> str | None:
-        """Return why the run must stop after this update, None where it goes on.
+        """Return why the run must stop after this update, or None.
 
         Args:
-            verdict: That on the update.
-            number: Which update it is.
-            limit: Skipped updates in a row that are tolerated.
-            scale: The GradScaler's scale, None without one.
-            min_scale: The scale at which an overflow ends the run.
+            verdict: The verdict on the update.
+            number: The update's number.
+            limit: Maximum number of consecutive skipped updates.
+            scale: The GradScaler's scale, None without a GradScaler.
+            min_scale: The scale at which an overflow stops the run.
         """
         if verdict.outcome in ("applied", "empty"):
             return None

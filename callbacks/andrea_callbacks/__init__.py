@@ -2,17 +2,17 @@
 
 The one exception is safetensors, imported when a report has tensors to write.
 
-One file a callback, named like its class. What they share lies in three rooms:
+Each callback has a file named like its class. Three packages hold what the callbacks share:
 
-hooks       what is known of the update under way: its reports, events, scalars, window, gradients
+hooks       facts about the current update: reports, events, scalars, window, gradients
               on_before_optimizer_step ─> measuring       norm, clip, loss scale; measured once for all
               on_train_batch_start ────> update_window    micro-batches and random state
-              a module's reports ──────> reports          what it measured itself
-forensics   what made an update bad
-              replay         micro-batches run again, without a trace
+              a module's reports ──────> reports          what the module measured itself
+forensics   why an update was bad
+              replay         runs micro-batches again without side effects
                 ├─ nonfinite_origin   where a NaN came from
-                └─ attribution        whose gradient it is
-numerics    norms, transfers, random states, atomic writes; imports nothing of the other rooms
+                └─ attribution        which sequences made the gradient
+numerics    norms, transfers, random states, atomic writes; imports neither of the other two
 """
 
 from andrea_callbacks.coherence_gate import CoherenceGate as CoherenceGate

@@ -1,4 +1,4 @@
-"""Samples from the model, scored: they show a collapse to a few words, which the loss does not."""
+"""Scored samples from the model. They reveal a collapse to a few words, which the loss does not."""
 
 import warnings
 from collections.abc import Callable, Collection
@@ -20,7 +20,7 @@ from andrea_callbacks.numerics.gradient_norm import is_sharded
 
 Action = Literal["warn", "stop"]
 GenerateFunction = Callable[[pl.LightningModule, list[str], int, torch.Generator], list[str]]
-"""Takes module, prompts, most new tokens and a generator on the module's device; returns continuations."""
+"""Takes module, prompts, `max_new_tokens` and a generator on the module's device; returns continuations."""
 
 
 class IncoherenceWarning(UserWarning):
@@ -28,27 +28,27 @@ class IncoherenceWarning(UserWarning):
 
 
 class CoherenceGate(ScalarCallback):
-    """Samples from the model every now and then, scores the samples, warns or stops when they are no text.
+    """Samples from the model at intervals, scores the samples, and warns or stops when they are not text.
 
-    The model continues the same prompts with the same seed each time; neither random state nor mode of the
-    run are touched. Every sample is scored by `score_coherence`, and the mean counts. The known words are
-    `known`, or what the datamodule's `known_words()` says; with neither a score is made of the rest, which
-    takes noise for variety, as is said once. Samples go to loggers that take text.
+    The model continues the same prompts with the same seed each time. The run's random state and training
+    mode do not change. `score_coherence` scores every sample, and the mean decides. Known words come from
+    `known`, or else from the datamodule's `known_words()`. Without either, the score uses its other parts
+    and may take noise for variety; a warning says so once. Samples go to loggers that accept text.
 
-    On several ranks rank zero samples, and the others wait; where parameters are sharded all sample together.
-    Under `stop` the run ends after this update, as with `trainer.should_stop`.
+    Rank zero samples while the other ranks wait. With sharded parameters all ranks sample together. Under
+    `stop` the run ends after the current update, as with `trainer.should_stop`.
 
     Args:
         every: Updates between two samples.
-        start: Updates before the first sample; an untrained model writes no text.
-        threshold: A score under this is too low.
-        patience: Samples in a row that are too low before anything is done.
+        start: Updates before the first sample. An untrained model does not write text.
+        threshold: Scores below this are too low.
+        patience: Consecutive low samples before the callback acts.
         action: `warn` or `stop`.
-        prompts: What is continued; the empty text starts a document.
+        prompts: Texts to continue. An empty text starts a document.
         max_new_tokens: Length of each sample.
-        seed: Of the draws.
-        generate: Writes the continuations; the module's `generate(prompts, max_new_tokens, generator)` when
-            left out.
+        seed: Seed for sampling.
+        generate: Writes the continuations. The default is the module's
+            `generate(prompts, max_new_tokens, generator)`.
         known: Words of the training text, as `known_units` returns them.
         name: Tells instances in the same trainer apart.
 
@@ -56,8 +56,8 @@ class CoherenceGate(ScalarCallback):
         ValueError: If an option is out of range; the message names it.
 
     Metrics recorded:
-        coherence/score: Of 100.
-        coherence/bigrams, /trigrams, /words, /characters: Its parts, of 35, 35, 20 and 10.
+        coherence/score: Score, at most 100.
+        coherence/bigrams, /trigrams, /words, /characters: Its parts, at most 35, 35, 20 and 10.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class CoherenceGate(ScalarCallback):
 
     @override
     def reset(self) -> None:
-        """Forget an earlier fit."""
+        """Reset what an earlier fit left."""
         self._words: frozenset[str] | None = None
         self._failures = 0
         self.low: int = 0
-        """Samples in a row so far that were too low."""
+        """Consecutive samples so far that were too low."""
         self.last: float | None = None
         """The last score."""
         self._is_able = True
@@ -112,7 +112,7 @@ class CoherenceGate(ScalarCallback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find out what is known, and whether the module can be sampled from."""
+        """Look up the known words, and check that the module can generate."""
         self._seen = trainer.global_step
         self._is_able = self.generate is not None or isinstance(pl_module, GeneratesText)
         if not self._is_able:
@@ -138,7 +138,7 @@ class CoherenceGate(ScalarCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Sample when it is time."""
+        """Sample when an update is due for it."""
         before, self._seen = self._seen, trainer.global_step
         is_time = before // self.every != self._seen // self.every  # several optimizers step over multiples
         if self._is_able and is_time and self._seen >= self.start:
@@ -147,7 +147,7 @@ class CoherenceGate(ScalarCallback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return how many samples in a row were too low."""
+        """Return the number of consecutive low samples."""
         return {"low": self.low, "last": self.last}
 
     @override
@@ -193,7 +193,7 @@ class CoherenceGate(ScalarCallback):
             self._alarm(trainer, update, texts[0] if texts else "")
 
     def _fail(self, trainer: pl.Trainer, update: int, fault: str) -> None:
-        """Say that there is no sample; after `patience` times in a row none is asked for any more."""
+        """Warn that there is no sample; stop asking after `patience` failures in a row."""
         self._failures += 1
         self._is_able = self._failures < self.patience
         message = f"update {update}: CoherenceGate has no sample, since generate failed ({fault})"
@@ -217,7 +217,7 @@ class CoherenceGate(ScalarCallback):
 
 
 def _checked(texts: Any, count: int) -> list[str]:
-    """Return texts if they are a list of so many.
+    """Return texts unchanged if they are a list of the expected length.
 
     Raises:
         TypeError: If they are anything else.

@@ -1,4 +1,4 @@
-"""How an epoch went, over the updates that changed weights."""
+"""A summary of each epoch, over the updates that changed weights."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from andrea_callbacks.hooks.reports import ReportCallback, UpdateReport
 
 
 class EpochSummary(ReportCallback):
-    """Says at the end of every epoch how it went, over the updates that changed weights.
+    """Prints a summary at the end of every epoch, over the updates that changed weights.
 
-    The five figures are in `last` too: `loss` (token mean), `tokens`, `updates`, `last_grad_norm` (before
-    clipping), `last_used_lr`. They are continued when a run is resumed within an epoch.
+    Five figures are also in `last`: `loss` (token mean), `tokens`, `updates`, `last_grad_norm` (before
+    clipping) and `last_used_lr`. A resume within an epoch continues them.
 
     Args:
         name: Tells instances in the same trainer apart.
@@ -30,7 +30,7 @@ class EpochSummary(ReportCallback):
 
     @override
     def reset(self) -> None:
-        """Forget an earlier fit."""
+        """Reset what an earlier fit left."""
         self.last: dict[str, float | int] = {}
         self._reports: list[tuple[Any, int]] = []
         self._loss_sum = 0.0
@@ -41,7 +41,7 @@ class EpochSummary(ReportCallback):
 
     @override
     def on_report(self, trainer: pl.Trainer, report: UpdateReport) -> None:
-        """Add an update that changed weights; others have no part in the mean."""
+        """Add an update to the mean if it changed weights."""
         if not report.is_applied:
             return
         self._reports.append((report.loss, int(report.tokens)))
@@ -51,7 +51,7 @@ class EpochSummary(ReportCallback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say and record the figures, and start afresh."""
+        """Print and record the figures, then start over."""
         super().on_train_epoch_end(trainer, pl_module)
         self._add_up()
         if not self._updates:

@@ -1,10 +1,10 @@
-"""What Lightning's own checkpoints lack for a resume that goes on exactly: random states, and the place.
+"""What Lightning's checkpoints lack for an exact resume: random states, and the place in the run.
 
 A fit goes from update to update:   … update k ─> validation ─> end of the epoch ─> update k + 1 …
 
-Lightning's counters say of a checkpoint that k batches are done. Whether the validation after them and the
-end of the epoch are still to come it guesses, by the hook that wrote the checkpoint, and passes over some.
-Here the place is written down, and the counters with it, as they stand at that place in a run that goes on.
+A Lightning checkpoint says that k batches are done. It does not say whether the validation after them and
+the end of the epoch are still pending: Lightning guesses that from the hook that saved the checkpoint, and
+sometimes skips one. This callback saves the place, and the counters as an uninterrupted run has them there.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,30 +33,30 @@ from andrea_callbacks.numerics.host_transfer import gather_objects
 from andrea_callbacks.numerics.rng_state import RandomState
 
 KEY = "andrea_resume"
-"""Where the checkpoint has it."""
+"""The checkpoint's key for this callback's state."""
 
 TRACKS = "track_running_stats"
 
 
 class ExactResume(Callback):
-    """Has every checkpoint of a fit resume exactly where it was taken, whoever saves it.
+    """Makes every checkpoint of a fit resume exactly where it was taken, whoever saves it.
 
-    With this callback a checkpoint holds the states of Python's, NumPy's and torch's generators, of every
-    rank, and the place in the run: a validation or an end of epoch that was still to come is made up for, and
-    one that was over is not repeated. It also holds which parameters were trained and which were frozen, so
-    that a layer unfrozen by a callback goes on training. `ModelCheckpoint` and `Trainer.save_checkpoint` need
-    nothing else. The data are as exact as their loader: one with `state_dict` and `load_state_dict`, or at
-    the end of an epoch any loader that draws its order from torch's generator.
+    The callback adds the states of Python's, NumPy's and torch's generators, for every rank, and the place
+    in the run. On resume, a pending validation or epoch end runs. A completed one does not run again. The
+    checkpoint also says which parameters were trained and which were frozen, so that a layer unfrozen by a
+    callback keeps training. `ModelCheckpoint` and `Trainer.save_checkpoint` need no changes. The data are as
+    exact as their loader: use one with `state_dict` and `load_state_dict`. At the end of an epoch, any
+    loader that draws its order from torch's generator is exact too.
 
-    A checkpoint saved while a batch is under way, in `on_train_batch_start` say or between the batches of an
-    accumulated update, is left to Lightning. With another number of ranks than it was saved by, generators
-    start from the seed, which a warning says.
+    A checkpoint saved in the middle of a batch, for example in `on_train_batch_start` or between the batches
+    of an accumulated update, resumes as Lightning does it. If the number of ranks differs from the
+    checkpoint's, the generators start from the seed, and a warning says so.
 
-    In the log folders of TensorBoard loggers, a resume discards what earlier event files have of updates
-    after the checkpoint, so that TensorBoard shows every step once. It happens when training starts, after
-    every callback's `setup`: a run that is refused there leaves the curves as they are.
+    In the log folders of TensorBoard loggers, a resume discards what earlier event files hold of updates
+    after the checkpoint, so that TensorBoard shows every step once. This happens when training starts, after
+    every callback's `setup`: a run that is refused before that leaves the curves unchanged.
 
-    Not exact are two things of Lightning's: a scheduler that waits for a metric at the end of an epoch moves
+    Two things of Lightning's are not exact: a scheduler that monitors a metric at the end of an epoch moves
     after checkpoints are saved there, and `reload_dataloaders_every_n_epochs` draws from torch's generator
     when it makes a loader.
     """
@@ -71,21 +71,21 @@ class ExactResume(Callback):
         self._before_validation: RandomState | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the module out."""
+        """Leave the module out of pickles and copies."""
         return without_module(self.__dict__)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the random states that validation starts from, where it follows."""
+        """Keep the random states before a validation that follows this batch."""
         self.note_states(trainer, pl_module)
 
     def note_states(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep the random states of now for a checkpoint that is saved within the validation which follows.
+        """Keep the current random states for checkpoints saved during the validation that follows.
 
-        A validation that was broken off is run again as a whole, and may draw. Callbacks that come after this
-        one, and save, call it again.
+        A resume runs an interrupted validation again from its start, and validation may draw random numbers.
+        Callbacks that come after this one and save must call it again.
         """
         self._before_validation = RandomState(pl_module.device) if awaits_validation(trainer) else None
 
@@ -93,7 +93,7 @@ class ExactResume(Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add random states and place, and bring the counters to that place."""
+        """Add random states and place, and set the counters to that place."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         place = self.place(trainer)
@@ -114,20 +114,20 @@ class ExactResume(Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep what is used when training starts."""
+        """Keep the state until training starts."""
         self._restored = checkpoint.get(KEY)
         self._is_resumed = True
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget an earlier fit."""
+        """Reset what an earlier fit left."""
         self._restored = self._before_validation = None
         self._is_resumed = False
         self._has_validated = self._mends_validation = self._finishes_epoch = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Go to the place, and to the random states; discard the curves of what is done again."""
+        """Restore the place and the random states; discard curves of updates that will be repeated."""
         restored, self._restored = self._restored, None
         if self._is_resumed:
             self._is_resumed = False
@@ -155,7 +155,7 @@ class ExactResume(Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count the validation that is made up for as one that was never begun."""
+        """Reset the progress of the pending validation, so that it runs from its start."""
         self._has_validated = False
         if self._mends_validation and not trainer.sanity_checking:
             self._mends_validation = False
@@ -164,19 +164,19 @@ class ExactResume(Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that this validation is over, for callbacks that save after it."""
+        """Record that this validation is complete, for callbacks that save after it."""
         self._has_validated = True
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Have the next epoch start as any other, where this one was only finished."""
+        """Let the next epoch start normally if this one only had its end pending."""
         if self._finishes_epoch:
             self._finishes_epoch = False
             trainer.fit_loop.epoch_loop.restarting = False
             trainer.fit_loop.epoch_loop.reset_restart_stage()
 
     def place(self, trainer: pl.Trainer) -> Place | None:
-        """Return what comes next, None in the middle of a batch or of an accumulated update."""
+        """Return what comes next; None in the middle of a batch or of an accumulated update."""
         loop = cast(Any, trainer.fit_loop)
         batches = loop.epoch_loop.batch_progress.current
         is_batch_end = batches.ready == batches.processed == batches.completed + 1
@@ -200,7 +200,7 @@ def trained_parameters(module: pl.LightningModule) -> dict[str, bool]:
 
 
 def restore_trained(module: pl.LightningModule, flags: Mapping[str, bool]) -> None:
-    """Have those parameters trained that were; those of which nothing is known stay, and so do new ones."""
+    """Restore which parameters are trained. Parameters that the checkpoint does not name stay as they are."""
     changed: list[str] = []
     for name, each in module.named_parameters():
         flag = flags.get(_plain(name), each.requires_grad)
@@ -220,5 +220,5 @@ def _tracking(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _plain(name: str) -> str:
-    """Return a name as it is without torch.compile."""
+    """Return a parameter's name without the prefix that torch.compile adds."""
     return name.replace("_orig_mod.", "")

@@ -1,4 +1,4 @@
-"""NaN and Inf: flagged at the update in which they appear, traced to their origin, kept from the weights."""
+"""Flags NaN and Inf at the update in which they appear, traces them, and keeps them out of the weights."""
 
 from contextlib import suppress
 from typing import Any, Literal, get_args
@@ -38,45 +38,47 @@ Policy = Literal["raise", "skip", "flag"]
 class FiniteGuard(ReportOptions, WindowCallback):
     """Flags NaN and Inf in the loss, the gradients, the weights and the optimizer's state before each step.
 
-    With a module that reports its updates the verdict on loss and gradients is the module's, which also
-    decides what to do; what is found in weights and state it is told, and treats alike. In any other module
-    this callback judges and acts, which reads one row of numbers an update on the host. All ranks decide
-    alike. A GradScaler's own overflow (finite loss, bad gradient) is normal operation and not flagged; its
-    scale is recorded, five in a row are warned about, and more than `max_consecutive` raise.
+    A module that reports its updates judges its loss and gradients itself and decides what to do. This
+    callback tells it what it finds in weights and optimizer state, and the module treats that alike. In any
+    other module this callback judges and acts, which reads one row of numbers per update on the host. All
+    ranks decide alike. A GradScaler's own overflow (finite loss, bad gradient) is normal operation and is
+    not flagged. The callback records the scale, warns after five overflows in a row, and raises after more
+    than `max_consecutive`.
 
-    On the first hits the origin is searched for. A NaN or Inf in the batch itself is named with its key and
-    row, without running anything again. If the project's own code raises over it first, a note on that
-    exception names it. Then the update's micro-batches are run again, through the module's `sequence_losses`,
-    its `loss_sum`, or `replay`, never through `training_step`. Found are the micro-batch, its rows, and the
-    first module whose output was bad, or, where the outputs were sound, the first parameter of the backward
-    pass whose gradient was. -Inf in outputs is what masks are made of: it counts only where nothing else is
-    bad. The report is a folder `reports/update-000412-nonfinite` in the trainer's log folder: `report.json`,
-    `tensors.safetensors` with what was bad, `sequences.txt` where text can be decoded. With no way to run
-    micro-batches again, and with sharded parameters, the report says which micro-batch's loss and which
-    parameter's gradient were bad, and that more is not available; likewise where the replay raises. Losses
-    that wait for other ranks by themselves (gathered contrastive losses) cannot be run again on several
-    ranks.
+    For the first hits the callback searches the origin. It names a NaN or Inf in the batch itself by key and
+    row, without running anything again. If the project's own code raises first, a note on that exception
+    names it. Otherwise the callback runs the update's micro-batches again, through the module's
+    `sequence_losses`, its `loss_sum`, or `replay`, never through `training_step`. It finds the micro-batch,
+    its rows, and the first module with a bad output. If all outputs were sound, it finds the first bad
+    gradient of the backward pass. Since masks are made of -Inf, -Inf in an output counts only where nothing
+    else is bad.
 
-    Under `skip` gradients are set to None, so that the optimizer's step does nothing, and a scheduler that
-    Lightning steps all the same is put back in `on_train_batch_end`; one that moves once an epoch, or waits
-    for a metric, is left alone. `trainer.global_step` does advance: it counts attempts. With a GradScaler the
-    scale falls as after an overflow. Weights or state that have a NaN do not mend: every update is skipped
-    from then on, until `max_consecutive`. What the forward pass has written by then, such as BatchNorm's
-    running statistics, stays as it is; buffers are not looked at, since masks among them may hold -Inf.
+    The report is a folder `reports/update-000412-nonfinite` in the trainer's log folder: `report.json`,
+    `tensors.safetensors` with the bad tensors, and `sequences.txt` if text can be decoded. If micro-batches
+    cannot be run again, with sharded parameters, and if the replay raises, the report says which
+    micro-batch's loss and which parameter's gradient were bad, and that more is not available. Losses that
+    wait for other ranks themselves (gathered contrastive losses) cannot be run again on several ranks.
+
+    Under `skip` the callback sets gradients to None, so that the optimizer's step does nothing, and undoes
+    the move of a scheduler that Lightning steps every batch in `on_train_batch_end`. It does not touch a
+    scheduler that moves once an epoch or monitors a metric. `trainer.global_step` still advances: it counts
+    attempts. A GradScaler's scale falls as after an overflow. Once weights or optimizer state hold a NaN,
+    every update is skipped until `max_consecutive`. What the forward pass wrote, such as BatchNorm's running
+    statistics, stays. Buffers are not checked, since masks among them may hold -Inf.
 
     Args:
-        policy: In modules that do not decide themselves: `raise` stops before the step, with weights and
-            optimizer state as they were; `skip` passes over the update; `flag` warns and goes on, and lets
-            the NaN into the weights.
-        max_consecutive: Under `skip` and `flag`, more bad updates in a row than this raise; None for no
-            limit.
-        state_every: Updates between two looks at weights and optimizer state, which read a number on the
-            host; None for none.
-        max_reports: Most reports in a run.
-        replay: Takes module and micro-batch and returns losses, (B,) or 0-d, with their graph.
-        identify: Takes a micro-batch, whatever it is, and returns a name for each of its rows.
-        decode: Turns ids into text; the tokenizer of module or datamodule when left out.
-        folder: Where reports go, in place of the log folder.
+        policy: For modules that do not decide themselves. `raise` stops before the step and leaves weights
+            and optimizer state unchanged. `skip` skips the update. `flag` warns, continues, and lets the NaN
+            reach the weights.
+        max_consecutive: Consecutive bad updates, under `skip` and `flag`, above which the callback raises;
+            None for no limit.
+        state_every: Updates between two checks of weights and optimizer state, each of which reads a number
+            on the host; None for no checks.
+        max_reports: Maximum number of reports in a run.
+        replay: Takes the module and a micro-batch; returns losses, (B,) or 0-d, attached to the graph.
+        identify: Takes a micro-batch of any kind; returns a name for each of its rows.
+        decode: Turns ids into text. The default is the tokenizer of the module or datamodule.
+        folder: Folder for reports, in place of the log folder.
         name: Tells instances in the same trainer apart.
 
     Raises:
@@ -113,7 +115,7 @@ class FiniteGuard(ReportOptions, WindowCallback):
 
     @override
     def reset(self) -> None:
-        """Forget an earlier fit."""
+        """Reset what an earlier fit left."""
         self.flagged: int = 0
         """Updates so far with a NaN or Inf."""
         self._consecutive: dict[str, int] = {}
@@ -125,14 +127,14 @@ class FiniteGuard(ReportOptions, WindowCallback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget an update that broke off."""
+        """Drop the state of an update that was cut short."""
         super().on_train_start(trainer, pl_module)
         self._bad_state.clear()
         self._moves.clear()
 
     @override
     def on_report(self, trainer: pl.Trainer, report: UpdateReport) -> None:
-        """Flag what the module found, and search for its origin; nothing of the update was done."""
+        """Flag what the module found, and search for its origin. The update changed nothing."""
         if report.nonfinite is not None and report.outcome != "scaler_skip":
             fault, update = report.nonfinite, report.update
             state = next((each for each in self._bad_state.values() if each[0] == fault), None)
@@ -144,7 +146,7 @@ class FiniteGuard(ReportOptions, WindowCallback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Look at weights and state where it is time, and at loss and gradients where the module does not."""
+        """Check weights and state when due, and loss and gradients if the module does not."""
         update = trainer.global_step + 1
         place = optimizer_place(trainer, optimizer)
         step = self.steps.next(trainer, optimizer)
@@ -170,7 +172,7 @@ class FiniteGuard(ReportOptions, WindowCallback):
         state: tuple[str, Tensor] | None,
         is_first: bool,
     ) -> None:
-        """Flag a fault and act on it; an optimizer that evaluates its loss again is counted once a step."""
+        """Flag a fault and act on it. A step whose optimizer evaluates the loss again counts once."""
         update, found = trainer.global_step + 1, None
         if is_first or not self._consecutive.get(place):
             self._consecutive[place] = self._consecutive.get(place, 0) + 1
@@ -182,7 +184,7 @@ class FiniteGuard(ReportOptions, WindowCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Put back the schedule after an update that was passed over."""
+        """Undo the scheduler's move after a skipped update."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         for move in self._moves:
             move.end().undo()
@@ -211,7 +213,7 @@ class FiniteGuard(ReportOptions, WindowCallback):
     def _judge(
         self, trainer: pl.Trainer, optimizer: Optimizer, place: str, losses: list[Tensor]
     ) -> str | None:
-        """Return what is not finite in losses and gradients, None where all is well; alike on all ranks."""
+        """Return what is not finite in losses and gradients, or None; the same on all ranks."""
         first, norm = update_gradient(trainer, optimizer).norm, measured_norm(trainer, optimizer)
         wide = norm.total.dtype
         flags = [(~torch.isfinite(norm.total)).to(wide)]
@@ -235,9 +237,9 @@ class FiniteGuard(ReportOptions, WindowCallback):
     def _look_at_state(
         self, trainer: pl.Trainer, optimizer: Optimizer, place: str, step: int
     ) -> tuple[str, Tensor] | None:
-        """Return the first tensor of weights and optimizer state with a NaN or Inf, when it is time to look.
+        """Return the first tensor of weights and optimizer state with a NaN or Inf, when a check is due.
 
-        Once something bad was found every update looks, until it is mended.
+        After a hit every update checks, until the tensor is finite again.
         """
         kept = self._bad_state.pop(place, None)
         if self.state_every is None:
@@ -252,7 +254,7 @@ class FiniteGuard(ReportOptions, WindowCallback):
     def _investigate(
         self, trainer: pl.Trainer, update: int, fault: str, state: tuple[str, Tensor] | None
     ) -> str | None:
-        """Search for the origin of a fault, as long as reports are wanted; return in words what was found."""
+        """Search for the origin of a fault while reports are left; return the finding in words."""
         if self._reports >= self.max_reports:
             return None
         self._reports += 1
@@ -265,14 +267,14 @@ class FiniteGuard(ReportOptions, WindowCallback):
         return Investigation(self)
 
     def _sound_window(self) -> UpdateWindow | None:
-        """Return what went into the update before, if nothing was flagged there."""
+        """Return the window of the previous update, if nothing was flagged in it."""
         return None if self._flagged_at == self.previous.number else self.previous
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Say whether the batch that somebody's code raised over has NaN or Inf in it."""
+        """Add a note to an exception of the project's code if the batch holds NaN or Inf."""
         update = trainer.global_step + 1
         found: list[dict[str, Any]] = []
         if isinstance(exception, Exception) and not isinstance(exception, NonFiniteError):

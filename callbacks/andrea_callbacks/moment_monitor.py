@@ -38,30 +38,30 @@ from andrea_callbacks.numerics.weight_change import (
 )
 
 GONE = 0.01
-"""A spike counts as gone when its part of the first moment, or the damping of the rate, is under this."""
+"""A spike counts as gone when its part of the first moment, or its effect on the rate, is below this."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Spike:
-    """A spike that is in an optimizer's moments."""
+    """A spike that an optimizer's moments still hold."""
 
     update: int
     step: int
-    """Which of the optimizer's own steps that was, from 1."""
+    """The optimizer's own step, from 1."""
     norm: float
-    """After clipping."""
+    """Norm after clipping."""
     skipped: list[int] = field(default_factory=list[int])
-    """Updates since then that changed no moment."""
+    """Updates since then that left the moments unchanged."""
 
 
 class MomentMonitor(StepCallback):
-    """Records the size of Adam's moments and of updates, and how much of the moments a spike still is.
+    """Records the size of Adam's moments and of updates, and how much of the moments a spike still makes up.
 
-    Moments are those of any optimizer that keeps `exp_avg` and `exp_avg_sq`; with others the norm of the
-    update alone is recorded. A spike is what `SpikeForensics`, or another callback, publishes as such; its
-    norm is taken after clipping, where that is known. While a spike is fresh (`beta1^k` over 0.1), every
-    update is recorded. Decays are those of the optimizer's first group; skipped updates do not count.
-    Each of several optimizers has spikes of its own, and their scalars end with its place
+    This works for any optimizer that keeps `exp_avg` and `exp_avg_sq`. For other optimizers only the norm of
+    the update is recorded. Spikes are events that `SpikeForensics` or another callback publishes; their norm
+    is taken after clipping if it is known. While a spike is fresh (`beta1^k` above 0.1), every update is
+    recorded. Betas are those of the optimizer's first group. Skipped updates do not count. With several
+    optimizers each has its own spikes, and the names of their scalars end with the optimizer's index
     (`…/spike_first_fraction/1`). Nothing waits for an accelerator.
 
     Args:
@@ -74,12 +74,12 @@ class MomentMonitor(StepCallback):
     Metrics recorded:
         moments/first/<group>: L2 norm of the first moment.
         moments/second/<group>: Root of the sum of the second moment, in units of a gradient's norm.
-        moments/update/<group>: L2 norm of what the update added to the weights.
-        moments/spike_first_fraction: Norm of the spike's part of the first moment over that of the whole, at
-            most 1.
-        moments/spike_lr_factor: What the rate is multiplied by, since the spike is in the second moment.
-        moments/spike_first_updates_left: Updates until the first of the two is under 0.01.
-        moments/spike_lr_updates_left: Updates until the second is over 0.99.
+        moments/update/<group>: L2 norm of the change of the weights.
+        moments/spike_first_fraction: Norm of the spike's part of the first moment over the norm of the first
+            moment, at most 1.
+        moments/spike_lr_factor: Factor on the learning rate that the spike causes in the second moment.
+        moments/spike_first_updates_left: Updates until `spike_first_fraction` is below 0.01.
+        moments/spike_lr_updates_left: Updates until `spike_lr_factor` is above 0.99.
     """
 
     def __init__(self, every: int = 25, name: str | None = None) -> None:
@@ -90,14 +90,14 @@ class MomentMonitor(StepCallback):
 
     @override
     def reset(self) -> None:
-        """Forget an earlier fit."""
+        """Reset what an earlier fit left."""
         self._spikes: dict[str, _Spike] = {}
         self._due: list[tuple[int, int, Optimizer]] = []
         self._numbers: dict[str, deque[tuple[int, int]]] = {}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget an update that broke off."""
+        """Drop the state of an update that was cut short."""
         super().on_train_start(trainer, pl_module)
         self._due.clear()
         self._numbers.clear()
@@ -105,12 +105,12 @@ class MomentMonitor(StepCallback):
 
     @override
     def on_report(self, trainer: pl.Trainer, report: UpdateReport) -> None:
-        """Count the updates that changed no moment."""
+        """Count updates that left the moments unchanged."""
         if not report.is_applied:
             self._note_skipped("0", report.update)
 
     def take_event(self, trainer: pl.Trainer, event: RunEvent) -> None:
-        """Remember a spike, unless more of an earlier one is left; and updates that FiniteGuard skipped."""
+        """Follow a spike, unless an earlier one still weighs more; count updates that FiniteGuard skipped."""
         place = str(event.details.get("optimizer", "0"))
         if event.kind == "nonfinite" and event.details.get("skipped"):
             self._note_skipped(place, event.update)
@@ -142,7 +142,7 @@ class MomentMonitor(StepCallback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Remember the weights where this update is recorded."""
+        """Copy the weights if this update is recorded."""
         step = self.steps.next(trainer, optimizer)
         if step is None:
             return
@@ -164,7 +164,7 @@ class MomentMonitor(StepCallback):
         self._record_due(trainer)
 
     def _record_due(self, trainer: pl.Trainer, of: Optimizer | None = None) -> None:
-        """Record the steps that are to be: of one optimizer before it steps again, or of all."""
+        """Record the steps that are due: of one optimizer before it steps again, or of all."""
         due = [each for each in self._due if of is None or each[2] is of]
         self._due = [each for each in self._due if each not in due]
         for update, step, optimizer in due:
@@ -187,13 +187,13 @@ class MomentMonitor(StepCallback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the spikes that are followed, and the steps of each optimizer."""
+        """Return the followed spikes and the steps of each optimizer."""
         spikes = {place: asdict(spike) for place, spike in self._spikes.items()}
         return {"spikes": spikes, "steps": self.steps.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Follow the spikes on."""
+        """Continue to follow the spikes."""
         self.steps.load_state_dict(state_dict.get("steps", {}))
         self._spikes = {place: _Spike(**each) for place, each in state_dict.get("spikes", {}).items()}
         spike = state_dict.get("spike")  # before spikes were kept by optimizer
@@ -243,7 +243,7 @@ def _clipped_norm(details: Mapping[str, Any]) -> float | None:
 
 
 def _until(part: Tensor, least: float, beta: float) -> Tensor:
-    """Return in how many updates a part that decays by `beta` is under `least`, the rest being steady."""
+    """Return after how many updates a part that decays by `beta` is below `least`, with the rest steady."""
     if beta <= 0:
         return torch.zeros_like(part)
     return (math.log(least) - part.clamp(min=1e-300).log()).div(math.log(beta)).clamp(min=0.0).ceil()
@@ -261,7 +261,7 @@ def _betas_at(trainer: pl.Trainer, place: str) -> tuple[float, float] | None:
 
 @torch.no_grad()
 def _moment_sums(optimizer: Optimizer) -> tuple[Tensor, Tensor] | None:
-    """Return (G,) sums of squares of first moments and (G,) sums of second ones; None where none are kept."""
+    """Return (G,) sums of squared first moments and (G,) sums of second moments; None without moments."""
     firsts: list[Tensor] = []
     seconds: list[Tensor] = []
     found = False

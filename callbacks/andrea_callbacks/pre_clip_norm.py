@@ -37,29 +37,29 @@ from andrea_callbacks.numerics.weight_change import (
 
 
 class PreClipNorm(StepCallback):
-    """Records the global L2 norm of the gradient before clipping, after it, and how often the clip bites.
+    """Records the global L2 norm of the gradient before and after clipping, and how often the clip acts.
 
-    With a module that reports its updates the figures are the module's. In any other module the norm is that
-    of the gradients before anything changed them: before Lightning or a strategy clips, or the module calls
-    `torch.nn.utils.clip_grad_norm_` or `clip_grad_value_`, under automatic and manual optimization alike. In
-    a run that never clips, the scalars of the clip are absent. If the gradients were changed by other means,
-    such as `p.grad.mul_(0.1)`, their norm before that is not known: `train/grad_norm` is left out of that
-    update, and a warning says so once.
+    The figures of a module that reports its updates come from its reports. In any other module the norm is
+    that of the gradients before anything changed them: before Lightning or a strategy clips, and before the
+    module calls `torch.nn.utils.clip_grad_norm_` or `clip_grad_value_`, under automatic and manual
+    optimization. In a run that never clips, the scalars of the clip are absent. If the gradients were changed
+    by other means, such as `p.grad.mul_(0.1)`, their norm before that change is unknown: `train/grad_norm`
+    is left out of that update, and a warning says so once.
 
-    Hooks of parameters that change a gradient within the backward pass are part of it: the norm is of what
-    they leave, unless they clip. The norm never has a GradScaler's scale in it. Gradients that are clipped
-    while they carry the scale are
-    clipped to less: `train/clip_threshold` is the threshold divided by the scale.
+    A parameter's hook that changes a gradient is part of the backward pass: the norm is measured after it,
+    unless the hook clips. The norm never includes a GradScaler's scale. If gradients are clipped while they
+    still carry the scale, the effective threshold is smaller: `train/clip_threshold` is the given threshold
+    divided by the scale.
 
-    Warns once when more than half of the last 100 updates were clipped to less than half their norm, and at
-    the end of the first epoch of trainable parameters that never received a gradient. With several optimizers
-    names of groups start with the optimizer's place, and each is recorded in detail as often.
+    The callback warns once when more than half of the last 100 updates were clipped to less than half their
+    norm, and at the end of the first epoch of trainable parameters that never received a gradient. With
+    several optimizers the names of groups start with the optimizer's index, and `every` holds for each.
 
     Args:
         every: Steps of an optimizer between two records of parameter groups, layers, kinds of gradients and
             weights.
-        layers: Regular expressions, searched for in parameters' names; what the first that is found matches
-            is the layer's name. By default a numbered block, or the module that has the parameter.
+        layers: Regular expressions, tried in order on each parameter's name. The text that the first one
+            matches is the layer's name. The default gives a numbered block, or the parameter's module.
         name: Tells instances in the same trainer apart.
 
     Raises:
@@ -68,15 +68,14 @@ class PreClipNorm(StepCallback):
     Metrics recorded:
         train/grad_norm: Norm before clipping.
         train/grad_norm_clipped: Norm after clipping, by norm or by value.
-        train/clip_coefficient: The second over the first.
-        train/clip_coefficient_mean: Mean coefficient of the updates so far that were clipped.
-        train/clip_fraction: Share of updates so far that were clipped; those that are not finite do not
-            count.
-        train/clip_threshold: Norm that the whole gradient is clipped to, where one is known.
+        train/clip_coefficient: Norm after clipping over the norm before.
+        train/clip_coefficient_mean: Mean coefficient of all clipped updates so far.
+        train/clip_fraction: Share of finite updates so far that were clipped.
+        train/clip_threshold: Norm that the whole gradient is clipped to, if it is known.
         grad_norm_group/<group>, grad_norm_layer/<layer>: Norms before clipping.
-        gradients/none, /zero, /finite, /nonfinite: How many parameters have no gradient, one of zeros, one of
-            finite numbers not all zero, one with NaN or Inf.
-        update_ratio/<group>: Norm of what the update added to the weights, over that of the weights.
+        gradients/none, /zero, /finite, /nonfinite: Number of parameters without a gradient, with an all-zero
+            one, with a finite one that is not zero, and with a NaN or Inf in it.
+        update_ratio/<group>: Norm of the change of the weights over the norm of the weights.
     """
 
     def __init__(self, every: int = 25, layers: Sequence[str] = LAYERS, name: str | None = None) -> None:
@@ -100,7 +99,7 @@ class PreClipNorm(StepCallback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Learn the parameters' names."""
+        """Look up the parameters' names."""
         super().on_train_start(trainer, pl_module)
         self._layers.learn(pl_module)
         self._missing.begin(pl_module)
@@ -122,7 +121,7 @@ class PreClipNorm(StepCallback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Record the norm where the module does not report it, and every now and then its parts."""
+        """Record the norm if the module does not report it, and its parts when due."""
         count = self.steps.next(trainer, optimizer)
         if count is None:
             return
@@ -149,13 +148,13 @@ class PreClipNorm(StepCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record how far the weights moved, and what clips have left."""
+        """Record how far the weights moved, and the norm after clipping."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._record_clips(trainer, pl_module)
         self._record_moves(trainer)
 
     def _record_moves(self, trainer: pl.Trainer, of: Optimizer | None = None) -> None:
-        """Record how far the weights moved: of one optimizer, which is about to step again, or of all."""
+        """Record how far the weights moved: for one optimizer that is about to step again, or for all."""
         due = [each for each in self._due if of is None or each[1] is of]
         self._due = [each for each in self._due if each not in due]
         for update, optimizer in due:
@@ -169,7 +168,7 @@ class PreClipNorm(StepCallback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Name, once, the parameters that never received a gradient."""
+        """Warn once of the parameters that never received a gradient."""
         super().on_train_epoch_end(trainer, pl_module)
         if self._has_named or not trainer.global_step:
             return
@@ -185,7 +184,7 @@ class PreClipNorm(StepCallback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts behind the shares, and what was warned about."""
+        """Return the counts behind the shares, and which warnings were given."""
         return {
             "steps": self.steps.state_dict(),
             **self._counts.state_dict(),
@@ -207,7 +206,7 @@ class PreClipNorm(StepCallback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Warn of the last gradients that were changed, and write what there is."""
+        """Warn of changed gradients in the last updates, and write the remaining scalars."""
         self._changed.read()
         super().on_train_end(trainer, pl_module)
         self._let_go()
@@ -216,7 +215,7 @@ class PreClipNorm(StepCallback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Write what there is, and let go of the module."""
+        """Write the remaining scalars, and release the module."""
         super().on_exception(trainer, pl_module, exception)
         self._let_go()
 
@@ -235,7 +234,7 @@ class PreClipNorm(StepCallback):
         gradient: UpdateGradient,
         due: bool,
     ) -> None:
-        """Record the norm of a gradient; what clips leave of it is known when the batch is over."""
+        """Record the norm of a gradient. The norm after clipping is known at the end of the batch."""
         total = gradient.total
         if gradient.doubt is not None:
             self._changed.doubt(update, gradient.doubt)
@@ -245,7 +244,7 @@ class PreClipNorm(StepCallback):
         self._open.append((update, due, gradient))
 
     def _record_clips(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record what clips have made of gradients, before the step's hook or after it."""
+        """Record what a clip did to the gradients, whether before or after the step's hook."""
         opened, self._open = self._open, []
         for update, due, gradient in opened:
             clip, total = gradient.clip, gradient.total
@@ -269,7 +268,7 @@ class PreClipNorm(StepCallback):
             self._record_clip(trainer, update, gradient.total, coefficient, gradient.doubt)
 
     def _record_unclipped(self, trainer: pl.Trainer, update: int, gradient: UpdateGradient) -> None:
-        """Count an update that nothing clipped; speak of it only where other updates are clipped."""
+        """Count an update that nothing clipped. Record it only if other updates are clipped."""
         one = torch.ones_like(gradient.total)
         values = self._clip_figures(trainer, update, gradient.total, one, gradient.doubt)
         if self._has_seen_clip:
@@ -289,7 +288,7 @@ class PreClipNorm(StepCallback):
     def _clip_figures(
         self, trainer: pl.Trainer, step: int, norm: Tensor, coefficient: Tensor, doubt: Tensor | None
     ) -> dict[str, Value]:
-        """Count an update, and return what there is to say of its clip."""
+        """Count an update, and record the scalars of its clip."""
         figures = self._counts.add(norm, coefficient, doubt)
         hard = self._counts.hard_clips()
         if hard is not None and hard > LAST // 2 and not self._has_warned:

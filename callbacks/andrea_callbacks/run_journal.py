@@ -1,4 +1,4 @@
-"""A run's journal: one JSON object a line for every update and every event, which a kill cannot take away."""
+"""A run's journal: one JSON object per line for every update and every event, safe from a kill."""
 
 import json
 import time
@@ -26,33 +26,33 @@ from andrea_callbacks.numerics.atomic_write import append_durably
 from andrea_callbacks.numerics.bounds import require_at_least
 
 KEY = "andrea_journal"
-"""Where a checkpoint has the names of the files, by callback."""
+"""The checkpoint's key for the names of the journal files, by callback."""
 
 MOST_KEPT = 10_000
-"""Lines that are kept for a disk that is full."""
+"""Lines kept in memory while the disk is full."""
 
 
 class RunJournal(WindowCallback):
-    """Appends what happens in a run to a file, a JSON object a line; `read_journal` reads it back.
+    """Appends the events of a run to a file, one JSON object per line; `read_journal` reads it back.
 
-    Every line has `kind`, `update` and `time` (UTC). The kinds: `start` (versions, ranks, precision, and the
-    update that is resumed from), `update`, `validation` with all metrics, `checkpoint`, `exception`, `end`,
-    and what callbacks publish: `nonfinite`, `spike`, `coherence` and others. An update's line has the report
-    of a module that reports its updates; of any other module loss, norm before clipping and learning rate.
-    NaN and Inf are the strings "NaN", "Infinity" and "-Infinity".
+    Every line has `kind`, `update` and `time` (UTC). The kinds are `start` (versions, ranks, precision, and
+    the update of the resumed checkpoint), `update`, `validation` with all metrics, `checkpoint`, `exception`,
+    `end`, and events of callbacks: `nonfinite`, `spike`, `coherence` and others. An update's line holds the
+    module's report. If the module does not report its updates, it holds loss, norm before clipping and
+    learning rate. NaN and Inf are the strings "NaN", "Infinity" and "-Infinity".
 
-    Lines are written at once, and synchronised with the disk, every `every` updates, after `seconds`, and
-    with everything that is no update. A kill loses the updates since then and nothing else; a line that it
-    tore stays, alone. Lines that a full disk refuses are kept, up to ten thousand, until they can be written;
-    a warning says so, and how many were lost where the run ends first. A resume appends to the file of its
-    run: what is done again stands there twice, behind a second `start`. Written on rank zero.
+    Lines are buffered. They are written and synchronised with the disk every `every` updates, every
+    `seconds`, and with every line that is not an update. A kill loses only the updates since then; a torn
+    line stays on its own line. If the disk is full, up to ten thousand lines wait in memory until they can
+    be written. A warning says so, and how many were lost if the run ends first. A resume appends to the file
+    of its run: repeated updates appear twice, the second time after another `start`. Rank zero writes.
 
     Args:
-        path: The file. When left out, `journal.jsonl` in the trainer's log folder; a new run takes
-            `journal.2.jsonl`, `journal.3.jsonl` … if an earlier run has left one there.
+        path: The file. The default is `journal.jsonl` in the trainer's log folder; a new run uses
+            `journal.2.jsonl`, `journal.3.jsonl` … if an earlier run left one there.
         every: Updates between two writes.
-        seconds: Time between two writes, where updates are slow.
-        name: Tells instances in the same trainer apart; the file is `journal-<name>.jsonl` then.
+        seconds: Seconds between two writes, for slow updates.
+        name: Tells instances in the same trainer apart; the file is then `journal-<name>.jsonl`.
 
     Raises:
         ValueError: If `every` is less than 1 or `seconds` negative.
@@ -68,7 +68,7 @@ class RunJournal(WindowCallback):
         self.every = every
         self.seconds = seconds
         self.file: Path | None = None
-        """Where the journal of this run is, once it has started."""
+        """The journal's path, once the run has started."""
         self._chosen: str | None = None  # its name, where no path was given
         self._rows: list[dict[str, Any]] = []
         self._skipped = 0
@@ -97,7 +97,7 @@ class RunJournal(WindowCallback):
         self._write(trainer)
 
     def _choose(self, trainer: pl.Trainer, folder: Path) -> Path:
-        """Return the file of the run that goes on, or one that no other run has."""
+        """Return the file of the resumed run, or a file that no other run uses."""
         stem = "journal" if self.name is None else f"journal-{self.name}"
         first = folder / f"{stem}.jsonl"
         if not trainer.is_global_zero:
@@ -124,7 +124,7 @@ class RunJournal(WindowCallback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Note an update of a module that does not report its own."""
+        """Record an update of a module that does not report its updates."""
         is_new = self.steps.next(trainer, optimizer) is not None
         if is_new and not reports_updates(pl_module):
             gradient, rate = update_gradient(trainer, optimizer), optimizer.param_groups[0]["lr"]
@@ -144,12 +144,12 @@ class RunJournal(WindowCallback):
 
     @override
     def on_report(self, trainer: pl.Trainer, report: UpdateReport) -> None:
-        """Note an update."""
+        """Record an update."""
         figures = {key: value for key, value in report.items() if key != "update"}
         self._note(trainer, "update", report.update, figures)
 
     def take_event(self, trainer: pl.Trainer, event: RunEvent) -> None:
-        """Note an event."""
+        """Record an event."""
         if event.kind == "nonfinite" and event.details.get("skipped"):
             self._skipped = event.update
         self._note(trainer, event.kind, event.update, {**event.details, "message": event.message})
@@ -159,7 +159,7 @@ class RunJournal(WindowCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write when it is time."""
+        """Write the buffered lines when due."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         is_full = len(self._rows) >= self.every and not self._is_refused
         if is_full or time.monotonic() - self._written >= self.seconds:
@@ -167,7 +167,7 @@ class RunJournal(WindowCallback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the metrics of a validation within a fit."""
+        """Record the metrics of a validation within a fit."""
         if self.file is None or trainer.sanity_checking:
             return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -178,7 +178,7 @@ class RunJournal(WindowCallback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Note that a checkpoint is about to be written."""
+        """Record that a checkpoint is about to be written."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if self._chosen is not None:
             checkpoint.setdefault(KEY, {})[self.state_key] = self._chosen
@@ -190,7 +190,7 @@ class RunJournal(WindowCallback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Learn which file the run wrote."""
+        """Restore the name of the run's file."""
         name = checkpoint.get(KEY, {}).get(self.state_key)
         self._chosen = None if name is None else Path(name).name
 
@@ -198,7 +198,7 @@ class RunJournal(WindowCallback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Note what ended the run."""
+        """Record what ended the run."""
         super().on_exception(trainer, pl_module, exception)
         if self.file is not None:
             named = f"{type(exception).__name__}: {exception}"
@@ -207,7 +207,7 @@ class RunJournal(WindowCallback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the end."""
+        """Record the end of the run."""
         finalize_updates(pl_module)
         super().on_train_end(trainer, pl_module)
         self._note(trainer, "end", trainer.global_step)
@@ -221,7 +221,7 @@ class RunJournal(WindowCallback):
             self._rows.append({**(figures or {}), "kind": kind, "update": update, "time": now})
 
     def _write(self, trainer: pl.Trainer) -> None:
-        """Append what there is; a file that cannot be written stops nothing, and is spoken of."""
+        """Append the buffered lines. A file that cannot be written causes a warning, not an error."""
         rows, self._rows = self._rows, []
         self._written = time.monotonic()
         if not rows or self.file is None or not trainer.is_global_zero:
@@ -254,10 +254,10 @@ class RunJournal(WindowCallback):
 
 
 def read_journal(path: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of a journal; one that a kill tore is left out with a warning.
+    """Return the lines of a journal. A line torn by a kill is left out with a warning.
 
     Args:
-        path: The file, also of a run that is going on.
+        path: The file. Its run may still be going on.
     """
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n"), start=1):

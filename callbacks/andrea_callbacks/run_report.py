@@ -1,4 +1,4 @@
-"""What a person reads when a fit is over: where logs and checkpoint are, and what the model writes."""
+"""A report at the end of a fit: where logs and checkpoints are, and a sample from the model."""
 
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ from andrea_callbacks.numerics.gradient_norm import is_sharded
 
 
 class RunReport(Callback):
-    """Says at the end of a fit where logs and checkpoint are, and shows what the model writes.
+    """Prints at the end of a fit where logs and checkpoints are, and shows a sample from the model.
 
-    The sample is drawn with a generator of its own, so that no random state of the run is touched, and goes
-    to loggers that take text, such as TensorBoard, under `sample`.
+    A separate generator draws the sample, so that the run's random state does not change. The sample also
+    goes to loggers that accept text, such as TensorBoard, under `sample`.
 
     Args:
-        prompts: What the model continues; an empty prompt starts a document.
+        prompts: Texts that the model continues; an empty prompt starts a document.
         max_new_tokens: Length of each sample in tokens; 0 for none.
         seed: Seed of the draws.
     """
@@ -36,7 +36,7 @@ class RunReport(Callback):
         self.seed = seed
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the module out."""
+        """Leave the module out of pickles and copies."""
         return without_module(self.__dict__)
 
     @override

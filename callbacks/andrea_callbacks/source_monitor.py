@@ -1,4 +1,4 @@
-"""Several sources of text, followed one by one: weights, tokens, losses, rewards, and a mixture's phases."""
+"""Figures of each text source: weights, tokens, losses, rewards, and the phases of the mixture."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -13,23 +13,23 @@ from andrea_callbacks.hooks.terminal import say
 
 
 class SourceMonitor(ReportCallback):
-    """Follows every source of text, where a module reports losses by source and a datamodule names sources.
+    """Follows every source of text if the module reports losses by source and the datamodule names sources.
 
-    What a mixture does is recorded too, where the datamodule mixes sources (`MixesSources`): each start of a
-    phase is an event of kind `phase`, with its length and weights, which the journal keeps; a source that may
-    be drawn no more, within a phase, one of kind `exhausted`. At the end of an epoch one line a source goes
-    to the console; sums are continued when a run is resumed within an epoch.
+    If the datamodule mixes its sources (`MixesSources`), each start of a phase is published as an event
+    `phase` with its length and weights, and each source that reaches its last epoch as an event `exhausted`.
+    The journal keeps both. At the end of an epoch the console shows one line per source. A resume within an
+    epoch continues the sums.
 
     Args:
         name: Tells instances in the same trainer apart.
 
     Metrics recorded:
         data/<source>/tokens: Label tokens of the source in the update, over all ranks.
-        data/<source>/loss: Their token mean; absent where there were none.
+        data/<source>/loss: Their token mean; absent if there were none.
         data/<source>/weight: The source's weight in this phase.
-        data/<source>/reward: What the mixture was rewarded with; absent where it was not.
-        data/<source>/epochs: How often the source's text has been gone through.
-        data/phase: Number of the phase, a stair whose steps are the changes of weights.
+        data/<source>/reward: The mixture's reward; absent if there was none.
+        data/<source>/epochs: Passes over the source's text so far.
+        data/phase: Number of the phase; it changes when the weights do.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -38,7 +38,7 @@ class SourceMonitor(ReportCallback):
 
     @override
     def reset(self) -> None:
-        """Forget an earlier fit."""
+        """Reset what an earlier fit left."""
         self._tokens: dict[str, int] = {}
         self._loss_sums: dict[str, float] = {}
         self._names: list[str] = []
@@ -80,7 +80,7 @@ class SourceMonitor(ReportCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Publish what changes with the update that begins."""
+        """Publish the changes that take effect with the next update."""
         datamodule, update = cast(Any, trainer).datamodule, trainer.global_step + 1
         if not isinstance(datamodule, MixesSources):
             return
@@ -106,7 +106,7 @@ class SourceMonitor(ReportCallback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say how the epoch went for each source, and start afresh."""
+        """Print the epoch's figures of each source, then start over."""
         super().on_train_epoch_end(trainer, pl_module)
         total = sum(self._tokens.values())
         if len(self._tokens) > 1:
@@ -126,7 +126,7 @@ class SourceMonitor(ReportCallback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of the unfinished epoch, and the phase that was last published."""
+        """Return the sums of the unfinished epoch, and the last published phase."""
         sums = {"tokens": dict(self._tokens), "loss_sums": dict(self._loss_sums)}
         return {**sums, "phase": self._phase, "weights": dict(self._weights)}
 

@@ -1,4 +1,4 @@
-"""Spikes of the gradient's norm or the loss, with the text that made them, before they reach the weights."""
+"""Finds spikes of the gradient's norm or the loss, and the text behind them."""
 
 from typing import Any, cast
 
@@ -32,52 +32,54 @@ from andrea_callbacks.numerics.host_transfer import (
 class SpikeForensics(ReportOptions, WindowCallback):
     """Finds the sequences behind a spike of the gradient's norm or of the loss, and writes a report.
 
-    What is typical is learnt by a `SpikeDetector` for each mixture of sources that the batches show
-    (`source_id`, see `protocols`), and for the updates after a switch of sources: the switch is no spike, and
-    a spike within a rare source is one.
-    On a spike the update's micro-batches are run again, one backward pass a sequence, through the module's
-    `sequence_losses(micro_batch)`, its `loss_sum(micro_batch)` (which tells micro-batches apart, and no
-    sequences), or `replay`; `training_step` never is. With none of these, and with sharded parameters, the
-    report says which sequences were in the update, and that attribution is not available.
+    A `SpikeDetector` learns what is typical for each mixture of sources in the batches (`source_id`, see
+    `protocols`), and for the first updates after a switch of sources. A switch is therefore not a spike,
+    while a spike within a rare source is one.
 
-    A replay whose gradient points elsewhere than the update's (cosine under 0.95) is not the run's loss: the
-    report says so and names nobody. The norm is that before any clip, as in `PreClipNorm`; an update whose
-    gradient was changed by other means is judged by its loss alone.
+    On a spike the callback runs the update's micro-batches again, with one backward pass per sequence,
+    through the module's `sequence_losses(micro_batch)`, its `loss_sum(micro_batch)` (which tells
+    micro-batches apart, but not sequences), or `replay`. It never runs `training_step`. Without any of
+    these, and with sharded parameters, the report says which sequences were in the update, and that
+    attribution is not available.
 
-    Under automatic optimization and in modules that report their updates the loss is that of the whole
-    update; under somebody's own manual optimization the sum of what backward passes started from since the
-    last step. Each optimizer has statistics of its own. A report costs as much time as an update for each
-    sequence, and the memory of three more gradients; losses that wait for other ranks by themselves (gathered
-    contrastive losses) cannot be run again on several ranks. Where the replay raises the report says so.
+    If the gradient of the replay points elsewhere than the update's (cosine below 0.95), the replay does not
+    compute the run's loss: the report says so and blames no sequence. The norm is that before any clip, as
+    in `PreClipNorm`. If a gradient was changed by other means, only the loss of that update is judged.
 
-    On a CPU a report is made before the step. On an accelerator nothing waits: a spike is known during the
-    next update, and the replay runs on weights that are one update on; the report says so. With `wait` every
-    update waits for its norm, and the report is made before the step there too. A GradScaler's scale is read
-    at every update; the scaler itself waits for the device then.
+    Under automatic optimization, and in modules that report their updates, the loss is that of the whole
+    update. Under other manual optimization it is the sum of the losses of all backward passes since the last
+    step. Each optimizer has its own statistics. A report takes the time of one update per sequence, and the
+    memory of three more gradients. Losses that wait for other ranks themselves (gathered contrastive losses)
+    cannot be run again on several ranks. If the replay raises, the report says so.
+
+    On a CPU the report is made before the step. On an accelerator nothing waits: a spike is found during the
+    next update, and the replay runs on weights that are one update newer, as the report says. With `wait`,
+    every update waits for its norm, and the report is made before the step there too. With a GradScaler every
+    update reads the scale, since the scaler itself waits for the device.
 
     A report is a folder `reports/update-000412-spike` in the trainer's log folder: `report.json`,
-    `picture.svg`, `sequences.txt` where text can be decoded. A table goes to loggers that take text, one line
-    to the console, an event `spike` to callbacks that take events.
+    `picture.svg`, and `sequences.txt` if text can be decoded. A table goes to loggers that accept text, one
+    line to the console, and an event `spike` to callbacks that take events.
 
     Args:
-        threshold: Standard deviations above the typical value, of its logarithm, that make a spike.
-        ratio: A norm must also be this many times the typical one.
-        loss_ratio: A loss must also be this many times the typical one; None watches the norm alone.
-        history: Updates that statistics are taken from.
+        threshold: Standard deviations of the logarithm above the typical value that make a spike.
+        ratio: Least ratio of a spike's norm to the typical norm.
+        loss_ratio: Least ratio of a spike's loss to the typical loss; None watches only the norm.
+        history: Updates that the statistics cover.
         min_history: Updates before anything is judged.
-        patience: After this many spikes in a row the level is taken for changed, and is learnt afresh.
-        max_reports: Most reports in any `per_updates` updates; further spikes are counted and told to other
-            callbacks.
+        patience: Consecutive spikes after which the level counts as changed and is learnt again.
+        max_reports: Maximum number of reports in any `per_updates` updates. Further spikes are counted and
+            published to other callbacks.
         per_updates: See `max_reports`.
-        stop_after: Spikes in a row that stop the run after the update, as `trainer.should_stop` does; never
-            when left out.
-        wait: On an accelerator, wait for every norm.
-        replay: Takes module and micro-batch and returns losses, (B,) or 0-d, with their graph; up to a factor
-            common to all micro-batches, their sum must be what was trained on.
-        decode: Turns ids into text; the tokenizer of module or datamodule when left out.
-        folder: Where reports go, in place of the log folder.
+        stop_after: Consecutive spikes that stop the run after the update, as `trainer.should_stop` does; None
+            never stops.
+        wait: Whether to wait for every norm on an accelerator.
+        replay: Takes the module and a micro-batch; returns losses, (B,) or 0-d, attached to the graph. Their
+            sum must be the trained loss, up to a factor common to all micro-batches.
+        decode: Turns ids into text. The default is the tokenizer of the module or datamodule.
+        folder: Folder for reports, in place of the log folder.
         name: Tells instances in the same trainer apart.
-        identify: Takes a micro-batch, whatever it is, and returns a name for each of its rows.
+        identify: Takes a micro-batch of any kind; returns a name for each of its rows.
 
     Raises:
         ValueError: If an option is out of range; the message names it.
@@ -130,11 +132,11 @@ class SpikeForensics(ReportOptions, WindowCallback):
 
     @override
     def reset(self) -> None:
-        """Forget an earlier fit."""
+        """Reset what an earlier fit left."""
         self.spikes: int = 0
         """Spikes so far."""
         self.in_a_row: int = 0
-        """Spikes in a row."""
+        """Consecutive spikes."""
         self._detectors: dict[str, SpikeDetector] = {}
         self._mixtures = MixtureTracker()
         self._reported: list[int] = []
@@ -142,7 +144,7 @@ class SpikeForensics(ReportOptions, WindowCallback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget an update that broke off."""
+        """Drop the state of an update that was cut short."""
         super().on_train_start(trainer, pl_module)
         self._waiting.clear()
 
@@ -150,7 +152,7 @@ class SpikeForensics(ReportOptions, WindowCallback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Judge the update, or the one before where its figures have only arrived now."""
+        """Judge the update, or the previous one if its figures arrived only now."""
         if self.steps.next(trainer, optimizer) is None:
             self.window.losses.clear()
             return
@@ -184,13 +186,13 @@ class SpikeForensics(ReportOptions, WindowCallback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Judge the last update, and write what there is."""
+        """Judge the last update, and write the remaining scalars."""
         self._judge_waiting(trainer, pl_module)
         super().on_train_end(trainer, pl_module)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the statistics and what was reported."""
+        """Return the statistics and the updates that have a report."""
         return {
             "steps": self.steps.state_dict(),
             "detectors": {name: each.state_dict() for name, each in self._detectors.items()},
@@ -202,7 +204,7 @@ class SpikeForensics(ReportOptions, WindowCallback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the statistics."""
+        """Continue the statistics."""
         self.steps.load_state_dict(state_dict.get("steps", {}))
         self._detectors = {}
         for name, state in state_dict["detectors"].items():
@@ -213,7 +215,7 @@ class SpikeForensics(ReportOptions, WindowCallback):
         self.in_a_row = state_dict.get("in_a_row", 0)
 
     def _figures(self, trainer: pl.Trainer, gradient: UpdateGradient) -> Tensor:
-        """Return norm, NaN where it is not known, loss and the tokens of each source, alike on all ranks."""
+        """Return the norm (NaN if unknown), the loss and each source's tokens, the same on all ranks."""
         norm = gradient.total
         if gradient.is_altered:
             norm = torch.full_like(norm, float("nan"))

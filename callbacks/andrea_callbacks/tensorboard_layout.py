@@ -1,4 +1,4 @@
-"""How TensorBoard shows a run: curves that belong together in one picture, options beside final figures."""
+"""How TensorBoard shows a run: related curves in one chart, and options beside final metrics."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -20,15 +20,15 @@ Scalar = int | float | str | bool
 class TensorBoardLayout(Callback):
     """Lays out custom scalars, and records options with the run's final metrics, in TensorBoard loggers.
 
-    Custom scalars: loss in training and validation; norm before and after clipping and the threshold; and,
-    where the datamodule names its sources, their losses and weights. Options are those of module and
-    datamodule (`hyperparameters`, or Lightning's `hparams`), of the first optimizer and the trainer, and
-    `hyperparameters`; the metrics are all that the run has logged for monitors, under `final/`.
+    The charts show the loss in training and validation; the norm before and after clipping and the
+    threshold; and, if the datamodule names its sources, their losses and weights. The options are those of
+    module and datamodule (`hyperparameters`, or Lightning's `hparams`), of the first optimizer, of the
+    trainer, and the argument `hyperparameters`. The metrics are all that the run logged, under `final/`.
 
     Args:
-        hyperparameters: More options to show, names and values.
-        loss: Names of the scalars in the picture of losses.
-        norms: Names of those in the picture of norms.
+        hyperparameters: More options to show, by name.
+        loss: Names of the scalars in the chart of losses.
+        norms: Names of the scalars in the chart of norms.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class TensorBoardLayout(Callback):
         self.norms = names if norms is None else norms
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the module out."""
+        """Leave the module out of pickles and copies."""
         return without_module(self.__dict__)
 
     @override

@@ -19,11 +19,11 @@ PHASES: tuple[str, ...] = ("data", "forward", "backward", "clip", "step", "other
 
 
 MOST_SPANS = 100_000
-"""Marks kept between two records; where no step is ever seen there is no record."""
+"""Most marks kept between two records; a run whose steps are never seen has no record."""
 
 
 class _Clock:
-    """Marks moments: on the host, and on a CUDA device where the work is done later than it is asked for."""
+    """Marks moments on the host, and on a CUDA device, which works later than the host asks for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -43,20 +43,20 @@ class _Clock:
 
 
 class Throughput(ReportCallback):
-    """Records tokens a second, padding, and the seconds of an update's phases, as means over `every` updates.
+    """Records tokens per second, padding, and the seconds of each phase of an update, as means.
 
-    The phases: `data`, waiting for the batch, on the host; `forward` and `backward`; `clip` and `step`, which
-    can be told apart with a module that reports its own clip, and are both in `step` with any other; `other`,
-    the rest between two batches, with checkpoints and other callbacks. On a CUDA device, times other than
-    `data` and `clip` are the device's, read every `every` updates; on other accelerators the host's, which
-    asks for work before it is done. The time of a validation counts nowhere.
+    The phases are `data` (the host waits for the batch), `forward`, `backward`, `clip`, `step`, and `other`
+    (the rest between two batches, with checkpoints and other callbacks). If the module does not report the
+    time of its clip, `step` includes it. On a CUDA device all times but `data` and `clip` are measured on the
+    device and read every `every` updates. On other accelerators they are the host's, which runs ahead of the
+    device. The time of a validation is not counted.
 
-    Tokens are label tokens as the module reports them, or counts them (`count_tokens(micro_batch)`), or as
-    batches say (`num_tokens`); the padding is known where batches have a `valid_mask`, FLOP/s where the
-    module says its `flops_per_token`. What is not known is absent.
+    Tokens are label tokens: as the module reports them, or as it counts them (`count_tokens(micro_batch)`),
+    or as batches say (`num_tokens`). Padding needs a `valid_mask` in the batches, and FLOP/s a module with
+    `flops_per_token`. Unknown figures are absent.
 
     Args:
-        every: Updates that a record is made of.
+        every: Updates per record.
         name: Tells instances in the same trainer apart.
 
     Raises:
@@ -65,9 +65,9 @@ class Throughput(ReportCallback):
     Metrics recorded:
         throughput/tokens_per_second: Label tokens over all ranks.
         throughput/updates_per_second: Updates.
-        throughput/padding_share: Share of places that are padding.
-        throughput/flops_per_second: Achieved by all ranks together.
-        throughput/seconds_<phase>: Mean seconds an update.
+        throughput/padding_share: Share of positions that are padding.
+        throughput/flops_per_second: Achieved FLOP/s of all ranks together.
+        throughput/seconds_<phase>: Mean seconds per update.
     """
 
     def __init__(self, every: int = 25, name: str | None = None) -> None:
@@ -87,7 +87,7 @@ class Throughput(ReportCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """The batch is there."""
+        """Mark the arrival of the batch."""
         if self._ended is not None:
             self._data += time.perf_counter() - self._ended
         self._mark = self._clock.mark()
@@ -97,19 +97,19 @@ class Throughput(ReportCallback):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """A forward pass is over."""
+        """Mark the end of a forward pass."""
         self._pass("forward")
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A backward pass is over."""
+        """Mark the end of a backward pass."""
         self._pass("backward")
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Clip and step begin."""
+        """Mark the start of clip and step."""
         self._pass("other")
 
     @override
@@ -122,7 +122,7 @@ class Throughput(ReportCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Clip and step are over; record when it is time."""
+        """Mark the end of clip and step; record when due."""
         if trainer.global_step != self._step:
             self._updates += 1
             self._step = trainer.global_step
@@ -136,13 +136,13 @@ class Throughput(ReportCallback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the clock while the run is validated."""
+        """Stop the clock during validation."""
         super().on_validation_start(trainer, pl_module)
         self._paused = time.perf_counter()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Go on."""
+        """Start the clock again."""
         pause = time.perf_counter() - self._paused
         self._since += pause
         if self._ended is not None:
@@ -210,7 +210,7 @@ class Throughput(ReportCallback):
         self.record(trainer, trainer.global_step, values)
 
     def _totals(self, device: torch.device, is_global: bool) -> list[float]:
-        """Return tokens, valid tokens and places over all ranks; the tokens are that already if reported."""
+        """Return label tokens, valid tokens and positions over all ranks; reported tokens already are."""
         own = torch.zeros(3, dtype=widest(device), device=device)
         own[0] += self._tokens
         for place, counted in ((0, self._counted), (1, self._valid)):

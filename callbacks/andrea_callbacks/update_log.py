@@ -1,4 +1,4 @@
-"""The figures that a module reports of each update, as scalars."""
+"""Writes a module's update reports as scalars."""
 
 import lightning.pytorch as pl
 from typing_extensions import override
@@ -7,16 +7,16 @@ from andrea_callbacks.hooks.reports import ReportCallback, UpdateReport
 
 
 class UpdateLog(ReportCallback):
-    """Writes what a module reports of each update, at the update's own number.
+    """Writes the figures of every update report, with the update's number as the step.
 
-    `log_every_n_steps` has no influence.
+    `log_every_n_steps` has no effect.
 
     Metrics recorded:
-        train/loss: Token mean of the update; absent where there was no token, NaN where it was not finite.
+        train/loss: Token mean of the update; absent without label tokens, NaN if it was not finite.
         train/tokens: Label tokens of the update, over all ranks.
-        train/lr: Learning rate of the first parameter group, the one that this update used.
-        train/skipped: Updates so far that changed no weight.
-        train/loss_scale: The GradScaler's scale, where there is one.
+        train/lr: Learning rate that this update used in the first parameter group.
+        train/skipped: Updates so far that left the weights unchanged.
+        train/loss_scale: The GradScaler's scale, if there is one.
     """
 
     KEYS = ("loss", "tokens", "lr", "skipped", "loss_scale")

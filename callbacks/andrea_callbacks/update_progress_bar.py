@@ -54,7 +54,7 @@ class UpdateProgressBar(TQDMProgressBar):
     def get_metrics(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Return the figures in the order of reading."""
+        """Return the figures in display order."""
         report = self._report
         if report is None:
             return super().get_metrics(trainer, pl_module)
@@ -74,7 +74,7 @@ class UpdateProgressBar(TQDMProgressBar):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """End the bar's line, so that what is said of the exception has one of its own."""
+        """End the bar's line, so that the error message starts on its own line."""
         for bar in cast("list[Any]", [self._train_progress_bar, self._val_progress_bar]):
             if bar is not None:
                 bar.close()

@@ -1,1 +1,1 @@
-"""Which source the next sequences come from: mixtures, and the curriculum that runs them phase by phase."""
+"""Decides which source the next sequences come from: mixtures, and the curriculum that runs their phases."""

@@ -1,12 +1,12 @@
-"""The curriculum: which sequences of which sources make update k, decided phase by phase.
+"""The curriculum decides, phase by phase, which sequences of which sources make update k.
 
-losses by source of update k ──> observe ──> mixture ──> its state after every update, kept for `reward_lag`
+losses by source of update k ──> observe ──> mixture ──> its state after each update, kept for `reward_lag`
                                                               │ at a phase's start
 plan <── cursors of the sources <── draws by weight <── weights of the phase
-  └──> keys for the workers, ahead of training ──> deliver, when a window is handed over
+  └──> keys for the workers, ahead of training ──> deliver, when a window is handed to training
 
-Everything random comes from generators made anew from the seed and a counter, so that the counters are all of
-their state. What is planned ahead and not delivered is forgotten by a checkpoint, and planned again.
+All random generators are made from the seed and a counter, so that the counters are their whole state. A
+checkpoint does not hold windows that were planned but not delivered; they are planned again.
 """
 
 import math
@@ -44,27 +44,28 @@ from andrea_pl.errors import UserError
 PHASES = (7, 14, 21, 28, 42)
 
 STATE_NAMES = {"weight_unit": "share_of", "min_clip_coefficient": "hard_clip", "min_weight": "floor"}
-"""What checkpoints call options that were renamed since; a resume compares the windows' settings by these."""
+"""Names of renamed options in checkpoints; a resume compares the windows' settings by these."""
 
 
 @old_options(share_of="weight_unit", hard_clip="min_clip_coefficient")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum:
-    """How sources are mixed, and when that changes.
+    """How to mix sources, and when the weights change.
 
     Args:
-        mixture: `Fixed`, `Proportional`, `Ucb1`, `Exp3`, or a class of your own. `Fixed` when left out.
-        weight_unit: What a weight is a share of: the `sequences` of an update, or its label `tokens`.
-        phases: Lengths of phases, in updates; each is drawn at random. Weights move at a phase's start alone.
-        warmup_updates: Updates at the start that take `warmup_sources` alone.
+        mixture: `Fixed` (the default), `Proportional`, `Ucb1`, `Exp3`, or your own class.
+        weight_unit: What weights are shares of: the `sequences` of an update, or its label `tokens`.
+        phases: Lengths of phases in updates. Each phase draws one at random. Weights change only when a phase
+            starts.
+        warmup_updates: Number of updates at the start that use only `warmup_sources`.
         warmup_sources: Names of the sources of the warm-up.
-        reward_lag: A phase is decided from the losses of updates up to so many before it starts, whatever
-            reads ahead. 0 is for no workers.
-        min_clip_coefficient: An update whose gradient was clipped to less than this share of its norm
-            teaches the mixture nothing; 0 lets all teach.
-        repetition_penalty: The rewards of a source are multiplied by (1 - r) to this power, r being the share
-            of its text that repeats itself, as measured when it was prepared; 0 for no penalty.
-        updates_per_epoch: Updates in an epoch; as many as it takes for all sequences once when left out.
+        reward_lag: Number of updates before a phase whose losses do not affect it, so that results do not
+            depend on reading ahead. 0 requires num_workers=0.
+        min_clip_coefficient: The mixture does not learn from an update whose clip coefficient is below this;
+            0 learns from all updates.
+        repetition_penalty: Exponent p: the rewards of a source are multiplied by (1 - r)^p, where r is the
+            share of its text that repeats itself; 0 for no penalty.
+        updates_per_epoch: Number of updates in an epoch; by default enough for every sequence once.
 
     Raises:
         UserError: If a value is out of range.
@@ -81,7 +82,7 @@ class Curriculum:
     updates_per_epoch: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
+        """Refuse invalid values."""
         if self.weight_unit not in ("sequences", "tokens"):
             raise UserError(f"`weight_unit` must be sequences or tokens, got {self.weight_unit!r}")
         if not self.phases or any(length < 1 or length != int(length) for length in self.phases):
@@ -105,7 +106,7 @@ class Curriculum:
 
     @property
     def hyperparameters(self) -> dict[str, int | float | str | bool]:
-        """The mixture and the options that decide what it learns, for TensorBoard."""
+        """The mixture and the options that affect its learning, for TensorBoard."""
         names = ("weight_unit", "warmup_updates", "reward_lag", "min_clip_coefficient", "repetition_penalty")
         mixture = type(Fixed() if self.mixture is None else self.mixture).__name__
         return {"mixture": mixture} | {f"curriculum.{name}": getattr(self, name) for name in names}
@@ -115,13 +116,13 @@ class CurriculumSampler:
     """Draws the sequences of each update by weight, each source without replacement within its own epochs.
 
     Args:
-        pools: The sources. One without a sequence is never drawn.
-        curriculum: What decides their weights; its mixture is copied.
-        sequences_per_update: Sequences in a window.
-        seed: Decides everything random.
-        repeat: Whether every epoch repeats the first, as `overfit_batches` asks; nothing is learnt then.
-        feedback: Knows which update the next window will be, and has losses reported that are on their way;
-            windows are counted when left out.
+        pools: The sources. A source without sequences is never drawn.
+        curriculum: Determines the weights; its mixture is copied.
+        sequences_per_update: Number of sequences in a window.
+        seed: Seed of everything random.
+        repeat: Whether every epoch repeats the first, as for `overfit_batches`; then nothing is learnt.
+        feedback: Knows the next window's update, and makes the module report pending losses. By default
+            windows are counted.
 
     Raises:
         UserError: If names or weights do not fit together.
@@ -145,7 +146,7 @@ class CurriculumSampler:
         self._options = plain_options(self.mixture)
         refuse_unfinished(self.mixture)
         self.rewards: dict[int, float] = {}
-        """The last reward of each source that got one."""
+        """The last reward of each source that has one."""
         self._feedback = feedback
         self._warmup = self._warmup_mask()
         penalty = curriculum.repetition_penalty
@@ -183,9 +184,9 @@ class CurriculumSampler:
         return self.mixture.learns and not self.repeat and sum(pool.count > 0 for pool in self.pools) > 1
 
     def plan(self, epoch: int, start: int, stop: int) -> Iterator[Numbers]:
-        """Yield the sequences of windows `start` to `stop` of an epoch, from where delivery stands.
+        """Yield the sequences of windows `start` to `stop` of an epoch, after the delivered windows.
 
-        A window is planned when it is asked for. Planned windows that were never delivered are planned again.
+        A window is planned when it is requested. Planned windows that were not delivered are planned again.
         """
         del epoch
         self._ahead.clear()
@@ -198,7 +199,7 @@ class CurriculumSampler:
             yield numbers
 
     def deliver(self) -> None:
-        """Count the next planned window as handed over to training."""
+        """Record that the next planned window is handed to training."""
         self._delivered = plan = self._ahead.popleft()
         update = plan.window if self._feedback is None else self._feedback.next_update()
         self._deliveries[update] = Delivery(
@@ -218,16 +219,16 @@ class CurriculumSampler:
             self._states.popitem(last=False)
 
     def delivery(self, update: int) -> Delivery | None:
-        """Return what is known of the window that was update `update`; of late ones alone."""
+        """Return the record of the window that was update `update`, if it is recent, else None."""
         return self._deliveries.get(update)
 
     def observe(self, update: int, losses: Mapping[int, float], teaches: bool = True) -> None:
-        """Take in what became of an update.
+        """Observe the losses of an update.
 
         Args:
-            update: Its number, as `feedback` gave it when the window was delivered.
-            losses: Token mean of every source that appeared, in nats.
-            teaches: False where the mixture is to learn nothing from it.
+            update: The update's number, as `feedback` gave it when the window was delivered.
+            losses: Token mean of every source in the update, in nats.
+            teaches: Whether the mixture may learn from the update.
         """
         self.rewards = {}
         delivery = self._deliveries.get(update)
@@ -246,7 +247,7 @@ class CurriculumSampler:
         self._states[self._observed] = deepcopy(self.mixture.state_dict())
 
     def settings(self) -> dict[str, Any]:
-        """Return what the windows depend on, besides losses and the lengths of the sequences."""
+        """Return the settings that the windows depend on, besides losses and the sequences' lengths."""
         learnt = self.mixture.state_dict()
         options = {f"mixture.{key}": value for key, value in self._options.items() if key not in learnt}
         sources = {
@@ -268,7 +269,7 @@ class CurriculumSampler:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where delivery stands, and what the mixture knew after each of the last updates."""
+        """Return the state of delivery, and the mixture's state after each of the last updates."""
         return {
             "plan": self._delivered.to_dict(),
             "observed": self._observed,
@@ -278,7 +279,7 @@ class CurriculumSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where a state was taken."""
+        """Continue from a state."""
         self._delivered = Plan(**deepcopy(state["plan"]))
         self._plan = self._delivered.copy()
         self._ahead.clear()
@@ -320,7 +321,7 @@ class CurriculumSampler:
         plan.weights = self._weigh(self._allowed(plan), plan).tolist()
 
     def _knowledge(self, window: int) -> dict[str, Any]:
-        """Return what the mixture knew `reward_lag` updates before a window."""
+        """Return the mixture's state `reward_lag` updates before a window."""
         if not self.learns:
             return {}
         wanted = max(0, window - self.curriculum.reward_lag)
@@ -335,7 +336,7 @@ class CurriculumSampler:
         return deepcopy(self._states[min(wanted, self._observed)])
 
     def _still_possible(self, plan: Plan) -> Weights:
-        """Return the phase's weights without the sources that ran out within it; the others share theirs."""
+        """Return the phase's weights without exhausted sources, whose weight goes to the others."""
         allowed = self._allowed(plan)
         weights = np.array(plan.weights)
         if not weights[~np.array(allowed)].any():
@@ -344,7 +345,7 @@ class CurriculumSampler:
         return weights / weights.sum() if weights.any() else self._weigh(allowed, plan)
 
     def _weigh(self, allowed: list[bool], plan: Plan) -> Weights:
-        """Return weights of the sources that may be drawn, by what was known when the phase started."""
+        """Return weights of the sources that may be drawn, from the mixture's state for this phase."""
         if not any(allowed):
             is_warmup = plan.window < self.curriculum.warmup_updates
             which = "every source of the warm-up" if is_warmup else "every source"
@@ -377,7 +378,7 @@ class CurriculumSampler:
         ]
 
     def _chances(self, weights: Weights) -> Weights:
-        """Return (K,) how likely a sequence is of each source, for weights that are shares as declared."""
+        """Return (K,) probabilities that a sequence comes from each source, for weights in `weight_unit`."""
         if self.curriculum.weight_unit == "tokens":
             weights = weights / [pool.tokens / pool.count if pool.count else 1.0 for pool in self.pools]
         return weights / weights.sum()

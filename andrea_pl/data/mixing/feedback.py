@@ -1,10 +1,10 @@
-"""How the loss of each source comes back to the mixture that drew the sources.
+"""Carries the losses of each source back to the mixture that drew the sources.
 
 sampler ──window──> training ──losses by source of update k──> UpdateReport
    ↑                                                               │ take
    └──────────── observe: the mixture learns from update k <───────┘
    a phase starts: the sampler needs losses up to `reward_lag` updates before it
-   └── finalize ──> the module learns from its device what became of the last update, and reports it
+   └── finalize ──> the module waits for the last update's outcome and reports it
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class LossFeedback:
         return self._trainer.global_step + 1
 
     def finalize(self) -> None:
-        """Have a loss reported that is still on its way from the device."""
+        """Make the module report a loss that is still pending on the device."""
         finalize_updates(self._trainer.lightning_module)
 
 
@@ -59,7 +59,7 @@ def take_losses(sampler: CurriculumSampler, report: UpdateReport, module: Any) -
 
 
 def mixing_figures(sampler: CurriculumSampler, names: Sequence[str], update: int) -> dict[str, Any]:
-    """Return what a mixture had to do with an update, by the sources' names; nothing where that is not known.
+    """Return the mixture's figures of an update, by source name; empty if unknown.
 
     See `MixesSources` in `andrea_callbacks.hooks.protocols`.
     """
@@ -76,7 +76,7 @@ def mixing_figures(sampler: CurriculumSampler, names: Sequence[str], update: int
 
 
 def say_mixing(sampler: CurriculumSampler) -> None:
-    """Say which mixture draws from which sources."""
+    """Print which mixture draws from which sources."""
     texts = ", ".join(
         f"{pool.name} ({pool.count:,} sequences, repetition {pool.repetition:.2f})" for pool in sampler.pools
     )

@@ -1,8 +1,9 @@
-"""Mixtures: how much of each source a phase takes.
+"""Mixtures: the weight of each source in a phase.
 
-losses of an update, by source ──> update() ──> what the mixture knows ──> weights() ──> the next phase
+losses of an update, by source ──> update() ──> the mixture's state ──> weights() ──> the next phase
 
-Pure: no torch, no files, no clock. `curriculum.py` decides when weights are asked for, and knowing what.
+Pure code: no torch, no files, no clock. `curriculum.py` decides when to ask for weights, and from which
+state.
 """
 
 import math
@@ -29,68 +30,68 @@ class Arm:
     tokens: int = 1
     """Label tokens of its training text."""
     weight: float = 1.0
-    """What the user gave; used by `Fixed`."""
+    """The user's weight; used by `Fixed`."""
     min_weight: float = 0.0
     """Least weight before weights are normalised."""
     reward_factor: float = 1.0
-    """What its rewards are multiplied by; under 1 where its text repeats itself."""
+    """Factor on its rewards; below 1 if its text repeats itself."""
 
     @property
     def floor(self) -> float:
-        """The old name of `min_weight`, for mixtures written before it was renamed."""
+        """The old name of `min_weight`, for users' mixtures."""
         return self.min_weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What an update taught, by the index of the arm."""
+    """An update's losses by arm."""
 
     losses: Mapping[int, float]
-    """Token mean, in nats, of every source that appeared."""
+    """Token mean, in nats, of every source in the update."""
     chances: Mapping[int, float] = field(default_factory=dict[int, float])
-    """Probability that the source was to appear; 1 when left out."""
+    """Probability that the source would appear; by default 1."""
 
 
 class Mixture:
-    """How much of each source goes into a phase; the base of all, and of a user's own.
+    """The base class of mixtures, also of your own.
 
-    A subclass gives `weights`; one that learns sets `learns` and gives `update`, `state_dict` and
-    `load_state_dict` as well.
+    A subclass defines `weights`. One that learns also sets `learns`, and defines `update`, `state_dict` and
+    `load_state_dict`.
     """
 
     learns = False
     """Whether weights depend on losses."""
     uses_weights = True
-    """Whether it heeds the `weight` of a source."""
+    """Whether the mixture uses the `weight` of a source."""
     arms: tuple[Arm, ...] = ()
 
     def start(self, arms: Sequence[Arm]) -> None:
-        """Take the sources, and forget everything else."""
+        """Start over with these sources."""
         self.arms = tuple(arms)
 
     def weights(self, allowed: Sequence[bool] | None = None) -> Weights:
-        """Return (K,) weights of at least 0, which are then made to sum to 1.
+        """Return (K,) weights of at least 0; the caller normalises them.
 
         Args:
-            allowed: Which arms may be drawn; the others get 0. All when left out.
+            allowed: Which arms may be drawn; the others get 0. By default all.
         """
         raise NotImplementedError(f"{type(self).__name__} must define weights(allowed)")
 
     def update(self, observation: Observation) -> dict[int, float]:
-        """Learn from an update; return the reward of every arm that got one."""
+        """Learn from an update; return the reward of every arm that has one."""
         del observation
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learnt, in numbers, strings and lists."""
+        """Return the learnt state, in numbers, strings and lists."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to what was learnt when a state was taken."""
+        """Restore a learnt state."""
         del state
 
     def _normalise(self, tentative: Sequence[float] | Weights, allowed: Sequence[bool] | None) -> Weights:
-        """Raise weights to their least values, then have them sum to 1."""
+        """Raise weights to their least values, then normalise them."""
         least = [arm.min_weight for arm in self.arms]
         weights = np.maximum(np.asarray(tentative, dtype=np.float64), least)
         weights *= self._mask(allowed)
@@ -112,7 +113,7 @@ class Mixture:
 
 
 class Fixed(Mixture):
-    """The weights that the sources were given, in every phase."""
+    """The sources' given weights, in every phase."""
 
     def weights(self, allowed: Sequence[bool] | None = None) -> Weights:
         """Return the given weights, normalised over the arms that may be drawn."""
@@ -124,7 +125,7 @@ class Proportional(Mixture):
     """Weights by size: tokens to the power of 1 / temperature (Devlin, 2018; Arivazhagan et al., 2019).
 
     Args:
-        temperature: 1 keeps the sizes; more is nearer to equal weights; inf is equal weights.
+        temperature: 1 gives weights by size, inf equal weights.
 
     Raises:
         UserError: If `temperature` is not more than 0.
@@ -147,10 +148,10 @@ class Proportional(Mixture):
 
 
 class Progress:
-    """How far a loss is under its exponential moving average, by arm.
+    """How far a loss is below its exponential moving average, by arm.
 
     Args:
-        alpha: Share of the newest loss in the average.
+        alpha: Weight of the newest loss in the average.
     """
 
     def __init__(self, alpha: float) -> None:
@@ -158,7 +159,7 @@ class Progress:
         self.averages: dict[int, float] = {}
 
     def __call__(self, arm: int, loss: float) -> float:
-        """Return max(0, average - loss), and take the loss into the average; the first only sets it."""
+        """Return max(0, average - loss), and add the loss to the average. The first loss only sets it."""
         before = self.averages.setdefault(arm, loss)
         self.averages[arm] = (1 - self.alpha) * before + self.alpha * loss
         return max(0.0, before - loss)
@@ -168,24 +169,24 @@ class Progress:
         return {"arms": list(self.averages), "averages": list(self.averages.values())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a state."""
+        """Restore a state."""
         self.averages = dict(zip(state["arms"], state["averages"], strict=True))
 
 
 class Ucb1(Mixture):
-    """UCB1 (Auer, Cesa-Bianchi and Fischer, 2002), its scores read as weights, as ANDREA has it.
+    """UCB1 (Auer, Cesa-Bianchi and Fischer, 2002) with its scores used as weights, as in ANDREA.
 
-    A pull of an arm is an update in which its source appeared. Its reward is `reward_scale` times how far the
-    source's loss is under the loss's moving average; the first loss only sets that average. With n pulls of
-    the arm, N of all, the score is mean reward + `exploration` * sqrt(ln N / n). A weight is the score over
-    the largest score, raised to the source's `min_weight`, and normalised. Arms that were never pulled come
-    first: they share everything, and the others keep their `min_weight`.
+    A pull of an arm is an update that contains its source. The reward is `reward_scale` times the distance of
+    the source's loss below its moving average; the first loss only sets that average. With n pulls of the arm
+    and N of all arms, the score is mean reward + `exploration` * sqrt(ln N / n). The weight is the score over
+    the largest score, at least the source's `min_weight`, normalised. Arms that were never pulled come first:
+    they share all weight, except for the others' `min_weight`.
 
     Args:
-        exploration: What uncertainty counts; sqrt 2 in UCB1.
-        reward_scale: What progress in nats is multiplied by. 1000, ANDREA v1's, lets exploration drown: a
-            mean reward is some tens then, where the second term is some tenths.
-        alpha: Share of the newest loss in the moving average.
+        exploration: Weight of uncertainty; sqrt 2 in UCB1.
+        reward_scale: Factor on progress in nats. The 1000 of ANDREA v1 suppresses exploration: mean rewards
+            are then tens, while the second term is tenths.
+        alpha: Weight of the newest loss in the moving average.
 
     Raises:
         UserError: If a value is out of range.
@@ -207,7 +208,7 @@ class Ucb1(Mixture):
         self.reward_sums: list[float] = []
 
     def start(self, arms: Sequence[Arm]) -> None:
-        """Take the sources, and forget everything else."""
+        """Start over with these sources."""
         super().start(arms)
         self.progress.averages.clear()
         self.pulls = [0] * len(self.arms)
@@ -237,7 +238,7 @@ class Ucb1(Mixture):
         )
 
     def best(self, allowed: Sequence[bool] | None = None) -> int:
-        """Return the arm that UCB1 would pull alone: the highest score, of equal ones the lowest index."""
+        """Return the arm that plain UCB1 would pull: the highest score, then the lowest index."""
         return int(np.argmax(np.where(self._mask(allowed), self.scores(), -math.inf)))
 
     def weights(self, allowed: Sequence[bool] | None = None) -> Weights:
@@ -256,27 +257,27 @@ class Ucb1(Mixture):
         return {**own, "progress": self.progress.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a state."""
+        """Restore a state."""
         self.progress.load_state_dict(state["progress"])
         self.pulls, self.reward_sums = list(state["pulls"]), list(state["reward_sums"])
 
 
 class Exp3(Mixture):
-    """Exp3 (Auer et al., 2002) as online data mixing has it (Albalak et al., 2023).
+    """Exp3 (Auer et al., 2002) as in online data mixing (Albalak et al., 2023).
 
     With K arms, before the t-th update, e(t) = min(1/K, sqrt(ln K / (K t))) and R the rewards so far:
-    weight = (1 - K e(t)) * softmax(e(t - 1) R) + e(t). Online data mixing's reward is the loss itself, what
-    is still to be learnt; `progress` is how far the loss is under its moving average, as for `Ucb1`.
+    weight = (1 - K e(t)) * softmax(e(t - 1) R) + e(t). The reward in online data mixing is the loss itself;
+    `progress` is the distance of the loss below its moving average, as for `Ucb1`.
 
-    Two things differ from that paper, since an update here shows many sources: a reward is divided by the
-    probability that its source was to appear in the update, which is 1 for most, and not by its weight; and
-    R is a sum that forgets, not an average, so that what was learnt keeps its influence as e(t) falls.
+    Two things differ from the paper, since an update here contains many sources. A reward is divided by the
+    probability that its source would appear in the update, which is usually 1, and not by its weight. And R
+    is a decaying sum, not an average, so that it keeps its influence as e(t) falls.
 
     Args:
-        reward: What an arm is rewarded for: `loss` or `progress`.
-        reward_scale: What rewards are multiplied by.
-        forgetting: What R keeps of itself at every update; 1 is Exp3's own sum.
-        alpha: Share of the newest loss in the moving average of `progress`.
+        reward: The reward of an arm: `loss` or `progress`.
+        reward_scale: Factor on rewards.
+        forgetting: Factor on R at every update; 1 is the sum of Exp3.
+        alpha: Weight of the newest loss in the moving average of `progress`.
 
     Raises:
         UserError: If a value is out of range.
@@ -305,14 +306,14 @@ class Exp3(Mixture):
         self.estimates: list[float] = []
 
     def start(self, arms: Sequence[Arm]) -> None:
-        """Take the sources, and forget everything else."""
+        """Start over with these sources."""
         super().start(arms)
         self.progress.averages.clear()
         self.updates = 0
         self.estimates = [0.0] * len(self.arms)
 
     def pull(self, rewards: Mapping[int, float], chances: Mapping[int, float]) -> None:
-        """Take in the rewards of one update, each over the probability that it could be seen."""
+        """Add the rewards of one update, each divided by its probability of being observed."""
         self.updates += 1
         self.estimates = [
             self.forgetting * estimate + rewards.get(arm, 0.0) / chances.get(arm, 1.0)
@@ -349,7 +350,7 @@ class Exp3(Mixture):
         return {**own, "progress": self.progress.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a state."""
+        """Restore a state."""
         self.progress.load_state_dict(state["progress"])
         self.updates, self.estimates = state["updates"], list(state["estimates"])
 
@@ -362,7 +363,7 @@ def _check_range(owner: str, **options: tuple[float, float, float]) -> None:
 
 
 def plain_options(mixture: Mixture) -> dict[str, Any]:
-    """Return the options of a mixture that was not started yet, as far as they are plain values."""
+    """Return the options of a mixture, before its start, that are plain values."""
 
     def plain(value: Any) -> bool:
         if isinstance(value, list | tuple):
@@ -375,7 +376,7 @@ def plain_options(mixture: Mixture) -> dict[str, Any]:
 
 
 def refuse_unfinished(mixture: Mixture) -> None:
-    """Raise `UserError` if a mixture of the user's own lacks a method that it needs."""
+    """Raise `UserError` if a user's mixture lacks a required method."""
     kind = type(mixture)
     if kind.update is not Mixture.update and not mixture.learns:
         raise UserError(

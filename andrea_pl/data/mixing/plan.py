@@ -1,4 +1,4 @@
-"""Where the planning of windows stands, and how sequences are drawn for them."""
+"""The state of planning windows, and how sequences are drawn for them."""
 
 import math
 import zlib
@@ -22,7 +22,7 @@ class Pool:
 
     name: str
     first: int
-    """Number of its first sequence in the whole data set; the others follow."""
+    """Index of its first sequence in the whole dataset; the others follow."""
     count: int
     tokens: int
     """Label tokens of all its sequences."""
@@ -33,7 +33,7 @@ class Pool:
 
     @property
     def supply(self) -> float:
-        """Sequences that may be drawn in a run."""
+        """Number of sequences that may be drawn in a run."""
         if math.isinf(self.max_epochs):
             return math.inf
         return math.floor(self.max_epochs * self.count + 1e-9)  # 0.29 of 100 are 29
@@ -41,7 +41,7 @@ class Pool:
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """Where planning stands. Counts of windows, which are updates, from 0."""
+    """The state of planning. Windows, which are updates, count from 0."""
 
     window: int = 0
     """The next window."""
@@ -50,14 +50,14 @@ class Plan:
     phase_start: int = 0
     phase_end: int = 0
     weights: list[float]
-    """Of the phase, by source; 0 for one that ran out within it."""
+    """The phase's weights by source; 0 for an exhausted source."""
     known: dict[str, Any] = field(default_factory=dict[str, Any])
-    """State of the mixture that the phase was decided from."""
+    """State of the mixture that determined the phase."""
     drawn: list[int]
-    """Sequences drawn so far, by source: the source's epoch and the place in it follow from it."""
+    """Number of sequences drawn so far, by source; it determines the source's epoch and position."""
 
     def copy(self) -> "Plan":
-        """Return a plan that goes its own way."""
+        """Return an independent copy."""
         return Plan(**self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """What is known of a window that was handed over."""
+    """The record of a delivered window."""
 
     window: int
     phase: int
@@ -76,18 +76,18 @@ class Delivery:
     phase_length: int
     weights: tuple[float, ...]
     epochs: tuple[float, ...]
-    """How often each source was gone through, this window included."""
+    """Passes over each source so far, including this window."""
 
 
 class Feedback(Protocol):
-    """What a sampler needs to know of training; see `andrea_pl.data.mixing.feedback`."""
+    """A sampler's link to training; see `andrea_pl.data.mixing.feedback`."""
 
     def next_update(self) -> int:
         """Return the number of the update that the next window will be."""
         ...
 
     def finalize(self) -> None:
-        """Have a loss reported that is still on its way."""
+        """Make the module report a pending loss."""
         ...
 
 
@@ -96,7 +96,7 @@ class SourceOrders:
 
     Args:
         pools: The sources.
-        seed: Decides the orders.
+        seed: Seed of the orders.
     """
 
     def __init__(self, pools: Sequence[Pool], seed: int) -> None:
@@ -130,18 +130,18 @@ class SourceOrders:
 
 
 def generator(seed: int, purpose: Literal["phase", "draw", "order"], *counters: int) -> np.random.Generator:
-    """Return a generator made anew from a seed, what it is for, and counters."""
+    """Return a generator made from a seed, its purpose, and counters."""
     return np.random.default_rng((seed, zlib.crc32(purpose.encode()), *counters))
 
 
 def spread(chances: Weights, count: int, start: float) -> list[int]:
-    """Return how many of `count` draws fall to each source, by systematic sampling (Madow and Madow, 1944).
+    """Return how many of `count` draws each source gets, by systematic sampling (Madow and Madow, 1944).
 
-    Every source gets its expected number, rounded up or down, and the expected number on average.
+    Every source gets its expected number, rounded up or down, and on average exactly that number.
 
     Args:
         chances: (K,) probabilities that sum to 1.
-        count: Draws.
+        count: Number of draws.
         start: Uniform in [0, 1).
     """
     bounds = np.floor(np.cumsum(chances) / chances.sum() * count + start).clip(max=count).astype(np.int64)

@@ -1,1 +1,1 @@
-"""Files, tables, the standard library: anything with text in it becomes documents."""
+"""Turns files, tables and the standard library into documents."""

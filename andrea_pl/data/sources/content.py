@@ -1,4 +1,4 @@
-"""What the first bytes of a file say about its content, where its name says something else."""
+"""Recognises a file's content by its first bytes, if its name says something else."""
 
 import codecs
 import gzip
@@ -12,10 +12,10 @@ from andrea_pl.data.sources.files import UNPACKERS, is_gzip, open_bytes
 HEAD_BYTES = 4096
 
 Fault = tuple[str, str]
-"""What is wrong, and the remedy."""
+"""A fault and its remedy."""
 
 UNREADABLE = (OSError, EOFError, zlib.error)
-"""What reading a file raises, a damaged gzip file included."""
+"""Errors that reading a file raises, also a damaged gzip file."""
 
 _COMPRESSED = {
     b"\x1f\x8b\x08": ("gzip", "gzip -d"),
@@ -36,7 +36,7 @@ _MARKS = {
 
 
 def read_head(file: Path, size: int = HEAD_BYTES) -> bytes:
-    """Return the first bytes of a file as they lie on the disk."""
+    """Return the first bytes of a file, without decompression."""
     descriptor = os.open(file, os.O_RDONLY)
     try:
         return os.read(descriptor, size)
@@ -45,7 +45,7 @@ def read_head(file: Path, size: int = HEAD_BYTES) -> bytes:
 
 
 def content_fault(file: Path, kind: str) -> Fault | None:
-    """Return why a file cannot hold what its name or format says, None where nothing speaks against it.
+    """Return why a file cannot hold what its name or format says, or None.
 
     Args:
         file: The file.
@@ -67,7 +67,7 @@ def content_fault(file: Path, kind: str) -> Fault | None:
 
 
 def read_fault(error: Exception) -> Fault:
-    """Return what an error in reading a file means for the user."""
+    """Return the fault and the remedy for an error in reading a file."""
     if isinstance(error, gzip.BadGzipFile | EOFError | zlib.error):
         return f"broken gzip ({error})", "compress or download it again"
     reason = getattr(error, "strerror", None) or str(error)
@@ -119,7 +119,7 @@ def _convert(encoding: str, file: Path) -> str:
 
 
 def _is_utf8(head: bytes) -> bool:
-    """Say whether bytes are the beginning of UTF-8."""
+    """Return whether bytes are the beginning of UTF-8."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Where text comes from: sources, the documents in them, and what to do with input that cannot be read."""
+"""Text sources, their documents, and the handling of unreadable input."""
 
 import json
 import math
@@ -35,35 +35,36 @@ LARGEST_ID = {"uint16": 2**16 - 1, "uint32": 2**32 - 1}
 @old_options(floor="min_weight")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSource:
-    """One source of text, named so that its share and its losses can be followed.
+    """A named source of text, whose share and losses are followed separately.
 
     Args:
         name: Letters, digits, `-` and `_`; names the source in logs and in the cache.
-        kind: `files` reads `paths`; `python` reads the text that every Python installation has; `tokens`
-            takes `documents` as they stand.
+        kind: `files` reads `paths`; `python` reads the text in every Python installation; `tokens` uses
+            `documents`.
         paths: Files, folders or globs of .txt, .md, .rst, .jsonl, .parquet, or .bin (token ids, raw as
-            nanoGPT writes them or behind llm.c's header), each also compressed as .gz. A text file is one
-            document; a line of .jsonl or a row of .parquet is one, from its `text`, its `question` and
-            `answer`, or its `messages` (a list of `role` and `content`). Names that begin with a dot are
-            passed over unless a path spells them out.
-        format: What the files are, whatever they are called: `text`, `jsonl`, `parquet` or `tokens`. Told by
-            their names when left out. With it a folder gives the files with that format's extensions, and a
-            glob every file that it matches.
-        document_separator: Cuts text files into documents at this string, which is dropped.
+            nanoGPT writes them or with llm.c's header), each possibly compressed as .gz. A document is a text
+            file, a line of .jsonl or a row of .parquet, from its `text`, its `question` and `answer`, or its
+            `messages` (a list of `role` and `content`). Hidden files (`.name`) are skipped unless a path
+            names them.
+        format: Type of all files: `text`, `jsonl`, `parquet` or `tokens`. By default the extension decides.
+            With a format, a folder gives the files with its extensions, and a glob every file that it
+            matches.
+        document_separator: String at which text files are cut into documents; it is dropped.
         part: For `python`: `docstrings` (question and answer), `topics` (long prose), `readmes` (lists), or
             `all`.
         documents: For `tokens`: lists of token ids, used without a tokenizer and without an end-of-document
             token.
-        end_of_document: For .bin files: the id after which a document ends. Left out, the file is cut into
-            pieces of 8,192 tokens, each treated as a document.
-        token_dtype: For raw .bin files: `uint16` or `uint32`. Left out, llm.c's header tells it, and a file
+        end_of_document: For .bin files: the id that ends a document. By default the file is cut into pieces
+            of 8,192 tokens, each treated as a document.
+        token_dtype: For raw .bin files: `uint16` or `uint32`. By default llm.c's header decides; a file
             without a header is uint16.
-        split: `hash` deals documents to training, validation and test by their content; the others take all.
-        val_fraction: Share of its documents held out for validation; `data.val_fraction` when left out.
-        weight: Its share under the mixture `Fixed`, in relation to the other sources'; 1 when left out.
+        split: `hash` assigns documents to training, validation and test by their content. The other values
+            assign all documents to one split.
+        val_fraction: Share of this source's documents held out for validation; by default
+            `data.val_fraction`.
+        weight: Relative share under the mixture `Fixed`; by default 1.
         min_weight: Least weight in a mixture, before weights are normalised.
-        max_epochs: How often its text may be gone through in a run; then it is drawn no more. Without limit
-            when left out.
+        max_epochs: Maximum number of passes over the text in a run; None for no limit.
     """
 
     name: str
@@ -82,7 +83,7 @@ class TextSource:
     token_dtype: TokenDtype | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a source that can give nothing."""
+        """Refuse a source that cannot give any text."""
         if not self.name or not all(letter.isalnum() or letter in "-_" for letter in self.name):
             raise UserError(f"source name {self.name!r}: use letters, digits, '-' and '_' only")
         if self.kind == "files" and not self.paths:
@@ -111,7 +112,7 @@ class TextSource:
             raise UserError(f"source {self.name!r}: max_epochs must be more than 0, got {self.max_epochs}")
 
     def _check_tokens(self) -> None:
-        """Refuse options of token files that cannot hold."""
+        """Refuse invalid options of token files."""
         if self.token_dtype is not None and (self.kind != "files" or self.token_dtype not in LARGEST_ID):
             raise UserError(
                 f"source {self.name!r}: token_dtype must be {' or '.join(LARGEST_ID)}, for kind files; got "
@@ -127,12 +128,12 @@ class TextSource:
 
     @property
     def is_weighed(self) -> bool:
-        """Whether it has an option that only a mixture heeds."""
+        """Whether an option is set that only a mixture uses."""
         return self.weight is not None or self.min_weight > 0 or self.max_epochs is not None
 
     @property
     def is_token_file(self) -> bool:
-        """Whether the source is made of raw token files, which no tokenizer of ours wrote."""
+        """Whether the source consists of token files that another program wrote."""
         if self.kind != "files":
             return False
         kinds = {self.format_of(file) == "tokens" for file in self.files()}
@@ -143,7 +144,7 @@ class TextSource:
         return kinds == {True}
 
     def settings(self) -> dict[str, Any]:
-        """Return what the prepared tokens depend on, as plain values."""
+        """Return the settings that the prepared tokens depend on, as plain values."""
         paths = [str(Path(path).expanduser().absolute()) for path in self.paths]
         kept = {key: value for key, value in asdict(self).items() if key not in MIXING}
         if self.token_dtype is None:
@@ -151,19 +152,19 @@ class TextSource:
         return {**kept, "paths": paths}
 
     def format_of(self, file: Path) -> str:
-        """Return what a file is."""
+        """Return a file's format."""
         return self.format or cast(str, format_of_name(file.name))
 
     def files(self) -> list[Path]:
         """Expand the paths, in a fixed order.
 
         Raises:
-            UserError: If a path matches nothing or names a file of an unknown kind.
+            UserError: If a path matches nothing, or names a file of an unknown format.
         """
         return list(self._found().files)
 
     def report_passed_over(self) -> None:
-        """Say what the source's folders and globs hold that is not read."""
+        """Print which files in the source's folders and globs are not read."""
         passed = self._found().describe()
         if passed:
             rank_zero_info(f"source {self.name!r} passes over {passed}")
@@ -175,7 +176,7 @@ class TextSource:
         )
 
     def fingerprint(self) -> list[Any]:
-        """Return what changes with the input: path, size and time of files, or the installed Python."""
+        """Return values that change with the input: path, size and time of files, or the installed Python."""
         if self.kind == "python":
             return python_fingerprint()
         found = self._found()
@@ -203,29 +204,29 @@ class TextSource:
 
 
 MIXING = ("weight", "min_weight", "max_epochs")
-"""Options of a source that its prepared tokens do not depend on."""
+"""Options of a source that do not affect its prepared tokens."""
 
 
 class Problems:
-    """Input that could not be read: an error, or counted and passed over.
+    """Collects input that cannot be read.
 
     Args:
-        policy: `raise` stops at the first; `skip` counts them and keeps the messages.
+        policy: `raise` raises at the first problem; `skip` counts problems and keeps the messages.
     """
 
     def __init__(self, policy: Literal["raise", "skip"]) -> None:
         self.policy = policy
         self.messages: list[str] = []
         self.found_separator = False
-        """Whether a text file held its source's `document_separator`."""
+        """Whether any text file contained its source's `document_separator`."""
 
     def report(self, place: str, fault: str, remedy: str) -> None:
-        """Raise or note one problem.
+        """Raise or record a problem.
 
         Args:
-            place: The file and, where there is one, the line.
+            place: The file and, if there is one, the line.
             fault: What is wrong there.
-            remedy: What the user can do, besides `on_error: skip`.
+            remedy: What the user can do besides `on_error: skip`.
         """
         message = f"{place}: {fault}"
         if self.policy == "raise":
@@ -310,7 +311,7 @@ def _read_parquet(file: Path, source: TextSource, problems: Problems) -> Iterato
 
 
 def _parquet_rows(parquet: Any, content: BinaryIO) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """Yield the rows of a table, only with the columns that hold text, and the names of all its columns."""
+    """Yield the rows of a table with only its text columns, and the names of all columns."""
     table = parquet.ParquetFile(content)
     names = list(table.schema_arrow.names)
     columns = [name for name in names if name in TEXT_KEYS]
@@ -326,7 +327,7 @@ TEXT_KEYS = ("text", "question", "answer", "messages")
 def _record_text(
     record: Any, place: str, problems: Problems, names: Sequence[str] | None = None
 ) -> str | None:
-    """Return the text of one record, whichever of the three shapes it has."""
+    """Return the text of a record of any of the three shapes."""
     remedy = "give 'text', or 'question' and 'answer', or 'messages' with 'role' and 'content', all strings"
     if not isinstance(record, dict):
         problems.report(place, f"a {type(record).__name__} where an object is expected", remedy)
@@ -354,7 +355,7 @@ def _record_text(
 
 
 def _record_parts(fields: dict[str, Any]) -> list[tuple[str, Any]] | None:
-    """Return what makes the text of a record, each with the key it is from, None where it has no shape."""
+    """Return the parts of a record's text with their keys, None if it has none of the three shapes."""
     messages = fields.get("messages")
     if fields.get("text") is not None:
         return [("text", fields["text"])]

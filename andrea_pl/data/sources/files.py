@@ -1,4 +1,4 @@
-"""Files of a source: which files a path names, what is passed over, and how a file is opened."""
+"""Finds and opens a source's files."""
 
 import gzip
 import io
@@ -26,14 +26,14 @@ SUFFIXES = tuple(suffix for suffixes in FORMATS.values() for suffix in suffixes)
 FORMAT_OF = {suffix: name for name, suffixes in FORMATS.items() for suffix in suffixes}
 GZIP = ".gz"
 UNPACKERS = {".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip", ".lz4": "lz4 -d"}
-"""Compressions that are not read, by their extension, and the command that undoes each."""
+"""Unsupported compressions by extension, and the command that decompresses each."""
 
 _SPECIAL = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
 _WILDCARD = re.compile(r"[*?\[]")
 
 
 def open_bytes(file: Path) -> BinaryIO:
-    """Open a file for reading its bytes in order; one that is named `.gz` is decompressed on the way."""
+    """Open a file for sequential reading of bytes; a `.gz` file is decompressed."""
     if not is_gzip(file):
         return file.open("rb")
     return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, gzip.open(file))))
@@ -41,7 +41,7 @@ def open_bytes(file: Path) -> BinaryIO:
 
 @contextmanager
 def open_seekable(file: Path) -> Generator[BinaryIO]:
-    """Open a file for reading anywhere in it; `.gz` is decompressed into a temporary file before."""
+    """Open a file for random access; a `.gz` file is first decompressed into a temporary file."""
     if not is_gzip(file):
         with file.open("rb") as content:
             yield content
@@ -54,35 +54,35 @@ def open_seekable(file: Path) -> Generator[BinaryIO]:
 
 
 def is_gzip(file: Path) -> bool:
-    """Return whether a file is compressed by gzip, by its name."""
+    """Return whether a file's name says that it is compressed by gzip."""
     return file.name.lower().endswith(GZIP)
 
 
 def suffix_of(name: str) -> str:
-    """Return the extension of a file name in lower case, before a compression's too: `.txt`, `.jsonl.gz`."""
+    """Return a file name's extension in lower case, including a compression's: `.txt`, `.jsonl.gz`."""
     stem, last = _split_suffix(name)
     return _split_suffix(stem)[1] + last if last == GZIP or last in UNPACKERS else last
 
 
 def format_of_name(name: str) -> str | None:
-    """Return what a file is by its name, None where that cannot be told."""
+    """Return a file's format by its name, None if unknown."""
     return FORMAT_OF.get(suffix_of(name).removesuffix(GZIP))
 
 
 def shown(path: str | Path) -> str:
-    """Return a path for a message of one line: quoted where that would not show all its characters."""
+    """Return a path for a message, quoted if some of its characters are not visible."""
     text = str(path)
     return text if text.isprintable() and text == text.strip() else repr(text)
 
 
 @dataclass(slots=True, kw_only=True)
 class Found:
-    """What the paths of a source name.
+    """The files that a source's paths name.
 
     Args:
         files: The files to read, in the order of the paths, sorted within each.
-        real: Their paths without links, likewise.
-        passed_over: Paths that are not read, by what they are: an extension or a word.
+        real: Their paths without links, in the same order.
+        passed_over: Paths that are not read, by extension or kind.
     """
 
     files: list[Path] = field(default_factory=list[Path])
@@ -90,7 +90,7 @@ class Found:
     passed_over: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
 
     def describe(self) -> str:
-        """Return what was passed over, with counts, on one line; an empty string for nothing."""
+        """Return one line with counts of skipped files; empty if there are none."""
         kinds = sorted(self.passed_over, key=lambda kind: (not kind.startswith("."), kind))
         return ", ".join(_describe(kind, self.passed_over[kind]) for kind in kinds) + _how_to_export(
             self.passed_over.get(".arrow", set())
@@ -100,17 +100,17 @@ class Found:
 def find_files(source: str, paths: Sequence[str], known: str | None) -> Found:
     """Find the files that paths, folders and globs name, each file once.
 
-    A folder is searched as the glob `FOLDER/**` is: linked folders are entered, and names that begin with a
-    dot are passed over unless a path spells them out. Extensions are read without regard to case. With a
-    known format a folder gives the files with its extensions, and a glob all that it matches.
+    A folder is searched like the glob `FOLDER/**`: linked folders are entered, and hidden names are skipped
+    unless a path names them. The case of extensions does not matter. With a given format a folder gives the
+    files with its extensions, and a glob everything that it matches.
 
     Args:
         source: Name of the source, for messages.
         paths: Files, folders and globs.
-        known: The format of all files, None where names tell it.
+        known: The format of all files, None if their names decide.
 
     Raises:
-        UserError: If a path gives no file, or is a file of an unknown kind.
+        UserError: If a path gives no file, or is a file of an unknown format.
     """
     found = Found()
     folders: dict[str, str] = {}
@@ -133,12 +133,12 @@ def find_files(source: str, paths: Sequence[str], known: str | None) -> Found:
 
 
 def _real_first(candidates: Iterable[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Order candidates so that a file is taken under its own name rather than that of a link to it."""
+    """Order candidates so that a file's own name comes before links to it."""
     return sorted(candidates, key=lambda each: (each[1], each[0]))
 
 
 def _real_path(file: str, folders: dict[str, str]) -> str:
-    """Return the path without links of what is itself no link; folders are looked up once."""
+    """Return the path without links of something that is not itself a link; folders are resolved once."""
     folder, _, name = file.rpartition("/")
     if folder not in folders:
         folders[folder] = os.path.realpath(folder or ("/" if file.startswith("/") else "."))
@@ -204,7 +204,7 @@ class _Search:
         return kept
 
     def _nothing(self, path: str, given: Path) -> str:
-        """Say why a path gives no file."""
+        """Return why a path gives no file."""
         if given.is_symlink():
             return (
                 f"{shown(given)} is a link to {shown(given.readlink())}, which does not exist; mend the link"
@@ -228,7 +228,7 @@ class _Search:
         )
 
     def _glob(self, folder: str, parts: Sequence[str]) -> Iterator[tuple[str, bool]]:
-        """Yield what a pattern matches below a folder; a part that exists as it is written is no pattern."""
+        """Yield a pattern's matches below a folder. A part that exists literally is not a pattern."""
         part, rest = parts[0], parts[1:]
         if part == "**":
             yield from self._any_depth(folder, rest)
@@ -264,7 +264,7 @@ class _Search:
                     yield from self._file(entry.path, entry.is_symlink())
 
     def _folders(self, root: str) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
-        """Yield a folder and all below it with their entries, each once, if possible not by a link."""
+        """Yield a folder and all folders below it with entries, each once, preferably without links."""
         entered: set[str] = set()
         folders: list[str] = [root]
         links: list[str] = []
@@ -297,7 +297,7 @@ class _Search:
             return []
 
     def _file(self, path: str, is_link: bool) -> Iterator[tuple[str, bool]]:
-        """Yield a path that is a regular file; count anything else."""
+        """Yield a path if it is a regular file; count anything else."""
         try:
             mode = Path(path).stat().st_mode
         except OSError as error:
@@ -312,7 +312,7 @@ class _Search:
 
 
 def _look_up(source: str, path: str) -> tuple[Path, int | None]:
-    """Return a path with the home folder in it, and its mode; None where nothing has that very name."""
+    """Return a path with `~` expanded, and its mode; None if nothing has exactly that name."""
     try:
         given = Path(path).expanduser()
         return given, given.stat().st_mode
@@ -329,7 +329,7 @@ def _parts(pattern: Path) -> tuple[str, list[str]]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Match a name as a shell does, save that the case of a known extension is ignored."""
+    """Match a name as a shell does, but ignore the case of known extensions."""
     if name.startswith(".") and not pattern.startswith("."):
         return False
     suffix = suffix_of(pattern)
@@ -358,7 +358,7 @@ def _describe(kind: str, places: set[str]) -> str:
 
 
 def _how_to_export(arrow: set[str]) -> str:
-    """Say how to export the data set of Hugging Face that arrow files belong to, where they belong to one."""
+    """Return how to export the Hugging Face dataset that arrow files belong to, if they do."""
     for file in sorted(arrow):
         folder = Path(file).parent
         if (folder.parent / "dataset_dict.json").is_file():

@@ -1,4 +1,4 @@
-"""The files of a source, looked up once while a run starts: a folder of a network disk may take seconds."""
+"""Looks up each source's files only once while a run starts: a folder on a network disk may take seconds."""
 
 from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ _found: ContextVar[dict[Hashable, object] | None] = ContextVar("found", default=
 
 @contextmanager
 def listed_once() -> Generator[None]:
-    """Have every source look its files up once within this; within another of these, that one counts."""
+    """Look up every source's files only once within this context. Nested contexts share the outer one."""
     if _found.get() is not None:
         yield
         return
@@ -24,11 +24,11 @@ def listed_once() -> Generator[None]:
 
 
 def listed(source: Hashable, look_up: Callable[[], Listing]) -> Listing:
-    """Return what a source's paths name, looked up now unless `listed_once` holds it.
+    """Return the files of a source's paths, from `listed_once` if it has them.
 
     Args:
-        source: What it depends on.
-        look_up: Finds it. What it returns is shared: do not change it.
+        source: The key of the lookup.
+        look_up: Finds the files. Its result is shared: do not change it.
     """
     found = _found.get()
     if found is None:

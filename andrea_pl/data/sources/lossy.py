@@ -1,4 +1,4 @@
-"""Text that a tokenizer cannot give back: noticed while it is encoded."""
+"""Detects text that a tokenizer cannot reproduce, while encoding it."""
 
 from itertools import takewhile
 
@@ -10,9 +10,9 @@ from andrea_pl.data.sources.records import AnyDocument
 from andrea_pl.data.store.tokenizer import TextTokenizer
 
 SAMPLE_CHARACTERS = 1 << 12
-"""Characters of each document, or piece of one, that are decoded again."""
+"""Maximum number of characters of a document, or a piece of one, that are decoded again."""
 MOST_CHARACTERS = 1 << 18
-"""Characters of a source that are decoded again, at most."""
+"""Maximum number of characters of a source that are decoded again."""
 EXCERPT = 40
 
 
@@ -21,7 +21,7 @@ class LossWatch:
 
     Args:
         source: Name of the source.
-        tokenizer: What encodes it.
+        tokenizer: The tokenizer that encodes it.
     """
 
     def __init__(self, source: str, tokenizer: TextTokenizer) -> None:
@@ -35,7 +35,7 @@ class LossWatch:
         self._remaining = 0 if keeps_all else MOST_CHARACTERS
 
     def see(self, text: str, ids: NDArray[np.uint32], document: AnyDocument) -> None:
-        """Count the tokens of a text, and compare its beginning with what they give back."""
+        """Count the tokens of a text, and compare its beginning with the decoded tokens."""
         self._tokens += len(ids)
         if self._unknown_id is not None:
             self._unknown += int(np.count_nonzero(ids == self._unknown_id))
@@ -45,7 +45,7 @@ class LossWatch:
             self._compare(sample, document)
 
     def report(self) -> None:
-        """Say in one line what was lost, where anything was."""
+        """Warn in one line about lost text, if any."""
         if not self._unknown and self._example is None:
             return
         share = f"{self._unknown:,} of {self._tokens:,} tokens are unknown"
@@ -56,7 +56,7 @@ class LossWatch:
         )
 
     def _compare(self, sample: str, document: AnyDocument) -> None:
-        """Keep the first difference. A space at the start is not one: Metaspace adds and drops it."""
+        """Keep the first difference. A space at the start does not count: Metaspace adds and drops it."""
         back = self._tokenizer.decode(self._tokenizer.encode(sample)).removeprefix(" ")
         sample = sample.removeprefix(" ")
         if back == sample:

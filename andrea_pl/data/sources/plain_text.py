@@ -1,8 +1,8 @@
-"""Text files as documents: a file of any size is read in bounded memory.
+"""Reads text files of any size as documents in bounded memory.
 
-A file that fits into `HELD` bytes is read at once. A larger one is read twice. The first time it is checked
-to its end, so that a file with a fault gives no document at all, and long documents are hashed. The second
-time its documents are yielded, long ones as a stream.
+A file of up to `HELD` bytes is read at once. A larger file is read twice: first to check it to the end, so
+that a file with a fault gives no document at all, and to hash long documents; then to yield its documents,
+long ones as a stream.
 """
 
 import codecs
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from andrea_pl.data.sources.documents import Problems
 
 HELD = 1 << 23
-"""Bytes of a file, and characters of a document, that are held at once."""
+"""Maximum number of bytes of a file, and of characters of a document, in memory at once."""
 READ_BYTES = 1 << 20
 
 
 def normalized_separator(separator: str) -> str:
-    r"""Return a separator as it stands in text whose line ends were changed from \r\n to \n."""
+    r"""Return a separator with \r\n changed to \n, as in the text."""
     return separator.replace("\r\n", "\n")
 
 
@@ -35,10 +35,10 @@ def read_text_file(file: Path, separator: str | None, problems: "Problems") -> I
     Args:
         file: The file.
         separator: Cuts the file into documents; without it the file is one document.
-        problems: Where a file that is empty or not UTF-8 is reported.
+        problems: Receives reports of files that are empty or not UTF-8.
 
     Raises:
-        UserError: If the file changes between its two readings.
+        UserError: If the file changes between the two readings.
     """
     separator = None if separator is None else normalized_separator(separator)
     with open_bytes(file) as stream:
@@ -62,7 +62,7 @@ def read_text_file(file: Path, separator: str | None, problems: "Problems") -> I
 
 
 class _NotUtf8Error(Exception):
-    """A byte that is not UTF-8.
+    """A byte is not valid UTF-8.
 
     Args:
         line: Its line, from 1.
@@ -76,12 +76,12 @@ class _NotUtf8Error(Exception):
 
 
 class _ChangedError(Exception):
-    """A file that is not the same at its second reading."""
+    """A file has changed at its second reading."""
 
 
 @dataclass(slots=True)
 class _Survey:
-    """What the first reading of a file found."""
+    """The result of a file's first reading."""
 
     is_blank: bool = True
     ends: int = 0
@@ -90,7 +90,7 @@ class _Survey:
 
 @dataclass(slots=True)
 class _Long:
-    """What is known of a long document before it is yielded."""
+    """Facts about a long document before it is yielded."""
 
     digest: int
     size: int
@@ -104,7 +104,7 @@ def _read(file: Path) -> Iterator[bytes]:
 
 
 def _unix_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    r"""Replace \r\n by \n, also where the two lie in different chunks."""
+    r"""Replace \r\n by \n, also if a chunk ends between the two."""
     held = b""
     for chunk in chunks:
         joined = held + chunk
@@ -175,7 +175,7 @@ def _exhaust(stream: Iterator[str]) -> None:
 
 
 def _survey(text: Iterable[str], separator: str | None) -> _Survey:
-    """Read a file to its end: check it, count what it holds, hash its long documents."""
+    """Read a file to its end: check it, count its documents, hash the long ones."""
     survey = _Survey()
 
     def seen() -> Iterator[str]:
@@ -193,7 +193,7 @@ def _survey(text: Iterable[str], separator: str | None) -> _Survey:
 
 
 class _Watched(Iterator[str]):
-    """A stream of text that knows what went through it.
+    """A stream of text that records what passed through it.
 
     Args:
         stream: The text in parts.

@@ -1,7 +1,7 @@
-"""The text that every Python installation carries: nothing is downloaded, nothing is imported for it.
+"""The text in every Python installation. Nothing is downloaded or imported for it.
 
-Three natures in one place: questions and answers (docstrings), long prose (the language reference's topics),
-and list-shaped Markdown (the README texts of installed distributions).
+There are three kinds: questions and answers (docstrings), long prose (the topics of the language reference),
+and list-shaped Markdown (READMEs of installed distributions).
 """
 
 import ast
@@ -30,7 +30,7 @@ def python_documents(part: PythonPart) -> tuple[Document, ...]:
 
 
 def python_fingerprint() -> list[Any]:
-    """Return what the text depends on: the Python release and the installed distributions."""
+    """Return values that the text depends on: the Python release and the installed distributions."""
     return [sys.version, sorted({f"{each.name}=={each.version}" for each in metadata.distributions()})]
 
 

@@ -1,16 +1,16 @@
-"""The records that pass between readers, store and dataset."""
+"""Records passed between readers, store and dataset."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 PART_CHARACTERS = 1 << 20
-"""Characters in a part of a document, at most."""
+"""Maximum number of characters in a part of a document."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A text and where it came from."""
+    """A text and its origin."""
 
     text: str
     origin: str
@@ -18,16 +18,16 @@ class Document:
     line: int
     """First line in the file, from 1; the row number for a table."""
     identity: str | None = None
-    """What a repeat is known by, where the text has a frame of ours around it; the text itself when None."""
+    """The content that identifies repeats if we added a frame around the text; None uses the text itself."""
 
     @property
     def content(self) -> bytes:
-        """What decides the split, and what is compared to find repeats."""
+        """The content that decides the split and identifies repeats."""
         return (self.text if self.identity is None else self.identity).encode()
 
     @property
     def digest(self) -> int:
-        """Hash of the content, as `digest` gives it."""
+        """`digest` of the content."""
         return digest(self.content)
 
     @property
@@ -43,9 +43,9 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongDocument:
-    """A text that is never held in memory as a whole.
+    """A text that is never in memory as a whole.
 
-    Its parts can be read once, and only until the reader that gave it is asked for the next document.
+    Its parts can be read only once, and only before its reader yields the next document.
     """
 
     origin: str
@@ -57,11 +57,11 @@ class LongDocument:
     size: int
     """Bytes of text."""
     stream: Iterator[str]
-    """The parts that were not read yet."""
+    """The unread parts."""
 
     @property
     def text(self) -> str:
-        """The whole text, where it has to be held after all."""
+        """The whole text, for uses that need it in memory."""
         return "".join(self.stream)
 
     def parts(self) -> Iterator[str]:
@@ -73,12 +73,12 @@ AnyDocument = Document | LongDocument
 
 
 def digest(content: bytes) -> int:
-    """Return a hash of a document's content, 64 bits: its share of 2^64 decides the split."""
+    """Return a 64-bit hash of a document's content, which also decides the split."""
     return digest_of_parts([content])
 
 
 def digest_of_parts(parts: Iterable[bytes]) -> int:
-    """Return the hash of a content that comes in parts."""
+    """Return the hash of a content given in parts."""
     hashed = hashlib.blake2b(digest_size=8)
     for part in parts:
         hashed.update(part)

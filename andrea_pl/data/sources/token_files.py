@@ -1,4 +1,4 @@
-"""Token files: tokens that another program wrote, cut into documents."""
+"""Reads token files that another program wrote, and cuts them into documents."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +16,9 @@ from andrea_pl.data.store.encoding import Piece
 from andrea_pl.errors import UserError
 
 PIECE_TOKENS = 8192
-"""Tokens of a piece of a token file whose documents have no known end."""
+"""Tokens per piece of a token file without known document ends."""
 BLOCK_TOKENS = 1 << 22
-"""Tokens that are looked through at once, so that memory does not grow with the file."""
+"""Tokens read at once, so that memory does not grow with the file."""
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
@@ -49,7 +49,7 @@ INDEXES = {b"MMIDIDX\x00": "Megatron", b"TNTIDX\x00": "fairseq"}
 
 _SAMPLE = 65_536
 _TOO_SHORT = 64
-"""Tokens under which their dtype cannot be judged by their values."""
+"""Least number of tokens from whose values their dtype can be judged."""
 
 
 class _Refused(Exception):  # noqa: N818  (a fault of a file, which becomes a problem)
@@ -63,11 +63,11 @@ def token_pieces(source: TextSource, vocab_size: int, problems: Problems) -> Ite
 
     Args:
         source: A source of token files.
-        vocab_size: Number of ids of the tokenizer that wrote them, or of the model where none is given.
-        problems: What to do with a file that cannot be read.
+        vocab_size: Number of ids of the files' tokenizer, or of the model if no tokenizer is given.
+        problems: Receives files that cannot be read.
 
     Raises:
-        UserError: If the ids do not fit the vocabulary, or the vocabulary not the ids.
+        UserError: If the ids and the vocabulary do not fit each other.
     """
     ends = 0
     for file in source.files():
@@ -96,7 +96,7 @@ def token_pieces(source: TextSource, vocab_size: int, problems: Problems) -> Ite
 
 
 def _open_tokens(file: Path, content: BinaryIO, source: TextSource) -> NDArray[Any]:
-    """Map the tokens of a file, behind its header where it has one."""
+    """Memory-map the tokens of a file, after its header if it has one."""
     size = content.seek(0, 2)
     content.seek(0)
     head = content.read(HEADER_BYTES)
@@ -140,7 +140,7 @@ def _read_header(head: bytes, size: int, magic: int) -> tuple[str, int]:
 
 
 def _refuse_foreign(file: Path, head: bytes) -> None:
-    """Refuse files that hold something else than token ids."""
+    """Refuse files that contain something other than token ids."""
     for magic, what in FOREIGN.items():
         if head.startswith(magic):
             name, _, remedy = what.partition("; ")
@@ -163,7 +163,7 @@ def _refuse_foreign(file: Path, head: bytes) -> None:
 
 
 def _refuse_indexed(file: Path) -> None:
-    """Refuse the data of an indexed data set, whose dtype and documents another file tells."""
+    """Refuse the data file of an indexed dataset, whose dtype and documents are described in another file."""
     index = file.with_suffix(".idx")
     if index.is_file():
         with index.open("rb") as content:
@@ -179,7 +179,7 @@ def _refuse_indexed(file: Path) -> None:
 
 
 def _refuse_other_width(tokens: NDArray[Any], name: str, source: TextSource) -> None:
-    """Refuse ids of twice the width, whose upper halves would be read as ids: every second one is tiny."""
+    """Refuse ids of twice the width, whose upper halves would be read as ids: every second id is tiny."""
     is_given = source.token_dtype is not None
     if (is_given and name == "uint16") or len(tokens) < _TOO_SHORT or len(tokens) % 2:
         return
@@ -218,7 +218,7 @@ def _check_ids(tokens: NDArray[Any], file: Path, source: TextSource, vocab_size:
 
 
 def _piece_bounds(tokens: NDArray[Any], end_of_document: int | None) -> Iterator[tuple[int, int, bool]]:
-    """Yield first token, last token + 1 and whether it is an end of document, of each document."""
+    """Yield each document's first token, its last token + 1, and whether it has an end-of-document token."""
     start = 0
     if end_of_document is None:
         for start in range(0, len(tokens), PIECE_TOKENS):

@@ -1,1 +1,1 @@
-"""Documents become tokens on disk: tokenizer, token stores, and what a resume needs of them."""
+"""Turns documents into tokens on disk: tokenizer, token stores, and the text of resumed runs."""

@@ -1,4 +1,4 @@
-"""Where prepared text is kept."""
+"""The folder of prepared text."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from andrea_pl.errors import UserError
 
 
 def cache_folder(given: str | None) -> Path:
-    """Return the folder that was given, or `andrea_pl` in the user's cache.
+    """Return the given folder, or `andrea_pl` in the user's cache.
 
     Raises:
         UserError: If there is no home folder.

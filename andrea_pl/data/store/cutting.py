@@ -1,7 +1,7 @@
-r"""Where a long text can be cut so that its pieces have the very ids of the whole.
+r"""Finds places where a long text can be cut so that its pieces have the same ids as the whole.
 
-A tokenizer is cut only where its pre-tokenizer surely ends a word, whatever stands before and behind. Such
-places are known for these:
+A text is cut only where the tokenizer's pre-tokenizer surely ends a word, whatever comes before and after.
+Such places are known for these tokenizers:
 
 - The byte-level expression of GPT-2, and ours, which also ends runs of `LONGEST_RUN` characters: between a
   character that is no white space and one that is. No alternative of the expression goes on from the first
@@ -11,9 +11,9 @@ places are known for these:
 - Words of BERT: as for GPT-2. They are split at white space in any case.
 - Metaspace, and byte-level with a prefix space: only before a space.
 
-In our expression an end of a word will do, too, once what follows is longer than a word can be: that keeps
-runs without white space, or of nothing else, in bounded pieces. Other tokenizers are not cut: their
-pre-tokenizer is unknown, or a normalizer looks at the whole text.
+With our expression the end of a word also works, once the following text is longer than a word can be. This
+keeps runs without white space, or of only white space, in bounded pieces. Text for other tokenizers is not
+cut: their pre-tokenizer is unknown, or a normalizer looks at the whole text.
 """
 
 import re
@@ -23,15 +23,15 @@ from typing import Any, cast
 from tokenizers import Tokenizer
 
 PIECE_CHARACTERS = 1 << 16
-"""Characters in a piece, or a little more."""
+"""Approximate number of characters in a piece."""
 LONGEST_RUN = 1024
-"""Letters, digits, other characters or white space that a learnt tokenizer keeps in one word."""
+"""Longest run of letters, digits, other characters or white space in one word of a learnt tokenizer."""
 MARGIN = LONGEST_RUN + 2
 """How far a word of our expression can look: a space, a run and the character behind it."""
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 BOUNDED = GPT2.replace("+", f"{{1,{LONGEST_RUN}}}")
-"""The expression of GPT-2 with an end to every run; the same words where no run is longer."""
+"""GPT-2's expression with a bounded length of runs. It gives the same words if no run is longer."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 _LINE_KEEPING = {
     _CONTRACTIONS
@@ -48,7 +48,7 @@ _WINDOW = 1 << 12
 
 
 class TooLongPieceError(Exception):
-    """A text without a place to cut it, longer than can be held."""
+    """A text is too long for memory and has no place to cut it."""
 
 
 class Cutter:
@@ -56,7 +56,7 @@ class Cutter:
 
     Args:
         tokenizer: The tokenizer.
-        definition: What its `tokenizer.json` says.
+        definition: The contents of its `tokenizer.json`.
     """
 
     def __init__(self, tokenizer: Tokenizer, definition: dict[str, Any]) -> None:
@@ -75,18 +75,18 @@ class Cutter:
 
     @property
     def is_able(self) -> bool:
-        """Whether there are places at which this tokenizer can be cut."""
+        """Whether text for this tokenizer can be cut."""
         return self._place is not None
 
     def pieces(self, parts: Iterable[str], most: int | None = None) -> Iterator[str]:
-        """Regroup a text so that it is only cut where the ids allow it.
+        """Regroup a text so that cuts do not change its ids.
 
         Args:
             parts: The text, cut anywhere.
-            most: Characters that a piece may have at most; no limit when left out.
+            most: Maximum number of characters in a piece; None for no limit.
 
         Returns:
-            Pieces of about `PIECE_CHARACTERS`, longer where there is no place to cut.
+            Pieces of about `PIECE_CHARACTERS`, longer if there is no place to cut.
 
         Raises:
             TooLongPieceError: If a piece would be longer than `most`.
@@ -109,7 +109,7 @@ class Cutter:
             yield "".join(held)
 
     def _last_cut(self, held: list[str], length: int) -> int:
-        """Return the last place at which the text may be cut, 0 where its last part adds none."""
+        """Return the last place at which the text may be cut, 0 if its last part has none."""
         if self._place is None:
             return 0
         text = "".join(held if self._added else held[-2:])
@@ -124,7 +124,7 @@ class Cutter:
         return self._end_of_word("".join(held)) if is_endless else 0
 
     def _end_of_word(self, text: str) -> int:
-        """Return the end of the last word that what follows the text cannot change."""
+        """Return the end of the last word that later text cannot change."""
         words = cast(
             "list[tuple[str, tuple[int, int]]]", self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
         )
@@ -133,12 +133,12 @@ class Cutter:
         return max((at for at in ends if not _is_space(text[at - 1]) or text[at] in WHITE_SPACE), default=0)
 
     def _breaks_added(self, text: str, at: int) -> bool:
-        """Say whether an added token that holds white space lies over a place."""
+        """Return whether an added token with white space spans a place."""
         return any(each in text[max(at - len(each) + 1, 0) : at + len(each) - 1] for each in self._added)
 
 
 def _is_space(character: str) -> bool:
-    r"""Say whether a character may be white space to an expression; to Python's, four controls are, too."""
+    r"""Return whether a character may be white space in an expression; Python's include four controls."""
     return character.isspace() and not "\x1c" <= character <= "\x1f"
 
 
@@ -149,14 +149,14 @@ def _sliced(parts: Iterable[str]) -> Iterator[str]:
 
 
 def _steps(node: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """Return the steps of a part of the definition, itself where it is no sequence."""
+    """Return the steps of a part of the definition, or the part itself if it is not a sequence."""
     if node is None:
         return []
     return node[key] if node.get("type") == "Sequence" else [node]
 
 
 def _expression(definition: dict[str, Any]) -> str | None:
-    """Return the regular expression that a byte-level definition splits by, None where it is none."""
+    """Return the regular expression of a byte-level definition, None for other definitions."""
     steps = _steps(definition.get("pre_tokenizer"), "pretokenizers")
     if not steps or steps[-1].get("type") != "ByteLevel":
         return None
@@ -172,7 +172,7 @@ def _expression(definition: dict[str, Any]) -> str | None:
 
 
 def _known_place(definition: dict[str, Any]) -> "re.Pattern[str] | None":
-    """Return where a definition can be cut, as an expression that begins behind the cut."""
+    """Return an expression that matches right after each place at which a definition's text can be cut."""
     steps = _steps(definition.get("pre_tokenizer"), "pretokenizers")
     kinds = [step.get("type") for step in steps]
     normalizer = cast("dict[str, Any]", definition.get("normalizer") or {}).get("type")
@@ -192,7 +192,7 @@ def _known_place(definition: dict[str, Any]) -> "re.Pattern[str] | None":
 
 
 def _breakable(added: list[dict[str, Any]]) -> list[str]:
-    """Return what a cut beside white space could break: added tokens with the white space that they take."""
+    """Return an expression for added tokens with their adjacent white space, which a cut could break."""
     contents: list[str] = []
     for each in added:
         content: str = each["content"]

@@ -1,4 +1,4 @@
-"""From documents to tokens, by a tokenizer, in bounded memory."""
+"""Encodes documents with a tokenizer in bounded memory."""
 
 from collections.abc import Iterable, Iterator
 
@@ -15,23 +15,23 @@ from andrea_pl.data.store.tokenizer import TextTokenizer
 from andrea_pl.errors import UserError
 
 CHUNK_BYTES = 1 << 20
-"""Bytes of text that are encoded together, or a little more: work enough for all cores."""
+"""Approximate number of bytes encoded together, enough work for all cores."""
 LARGE_UNCUT = 1 << 22
-"""Bytes of a text that is encoded in one piece from which on the memory is said."""
+"""Bytes of a text encoded in one piece above which its memory is reported."""
 LARGEST_UNCUT = 1 << 26
-"""Characters of the longest text that is encoded in one piece."""
+"""Maximum number of characters encoded in one piece."""
 BYTES_PER_BYTE = 230
-"""About how much memory a byte of text takes that is encoded in one piece."""
+"""Approximate memory, in bytes, per byte of text encoded in one piece."""
 
 Piece = tuple[Iterable[NDArray[np.uint32]], int, int, AnyDocument]
-"""Tokens in order, bytes of text, the hash that decides the split, and where it came from."""
+"""Tokens in order, bytes of text, the hash that decides the split, and the origin."""
 
 
 def encoded(source: TextSource, tokenizer: TextTokenizer, problems: Problems) -> Iterator[Piece]:
     """Yield the documents of a text source as tokens, each between two end-of-document tokens.
 
-    The tokens of one document must be taken before the next is asked for. What a separator or the tokenizer
-    misses is said at the end.
+    Read the tokens of one document before you ask for the next. At the end warnings report a separator that
+    never occurs, and text that the tokenizer cannot reproduce.
     """
     end = np.array([tokenizer.end_id], dtype=np.uint32)
     watch = LossWatch(source.name, tokenizer)
@@ -48,7 +48,7 @@ def encoded(source: TextSource, tokenizer: TextTokenizer, problems: Problems) ->
 
 
 def _chunks(documents: Iterable[AnyDocument]) -> Iterator[list[Document] | AnyDocument]:
-    """Gather documents until there is work enough for all cores; long ones come by themselves."""
+    """Group documents until there is enough work for all cores. Each long document is its own group."""
     chunk: list[Document] = []
     gathered = 0
     for document in documents:
@@ -107,7 +107,7 @@ def _batches(pieces: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _report_separator(source: TextSource, problems: Problems) -> None:
-    """Say that a separator cuts nothing."""
+    """Warn that a separator never occurs."""
     separator = source.document_separator
     if separator is None or problems.found_separator:
         return

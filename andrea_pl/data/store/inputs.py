@@ -1,8 +1,8 @@
-"""What a source's input is now, and how it differs from what a store was made from.
+"""Compares a source's current input with the input that a store was made from.
 
-At every start paths, sizes and times are compared: of files the time of the content (`mtime`) and of the
-entry (`ctime`), which `cp -p` and `touch -r` cannot set back. Where they differ and the sizes do not, or when
-asked for, all documents are read and compared with those in the store, by a hash of each.
+Every start compares paths, sizes and times of files: that of the content (`mtime`), and that of the inode
+(`ctime`), which `cp -p` and `touch -r` cannot set back. If only times differ, or on request, all documents
+are read and compared with those in the store, by a hash of each.
 """
 
 import hashlib
@@ -19,18 +19,18 @@ from andrea_pl.data.store.token_store import TokenStore
 from andrea_pl.errors import UserError
 
 STAMPS = 3
-"""Path, size and time of the content: what manifests hold of each file."""
+"""Path, size and `mtime`: a manifest's entry for a file."""
 
 COLUMNS = ("digest", "bytes", "line", "origin")
-"""What a store's records say of a document besides its place."""
+"""Fields of a document's record in a store, except its place."""
 
 COUNTED_BYTES = 1 << 30
-"""Changes of a source up to this size are told in documents, which takes reading it; above, in files."""
+"""Largest source, in bytes, whose changes are reported in documents, which requires reading it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What tells two documents apart without their text."""
+    """The fields that identify a document without its text."""
 
     digest: int
     size: int
@@ -39,12 +39,12 @@ class Row:
 
 
 class SourceInput:
-    """The input of one source, looked at once.
+    """A snapshot of one source's input.
 
     Args:
         source: The source.
         vocab_size: Number of ids, for token files.
-        on_error: What to do with input that cannot be read.
+        on_error: What to do about unreadable input.
     """
 
     def __init__(self, source: TextSource, vocab_size: int, on_error: Literal["raise", "skip"]) -> None:
@@ -54,12 +54,12 @@ class SourceInput:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The files, in a fixed order; none for other kinds."""
+        """The files in a fixed order; empty for other kinds of sources."""
         return self.source.files() if self.source.kind == "files" else []
 
     @cached_property
     def is_token_file(self) -> bool:
-        """Whether the files hold tokens that no tokenizer of ours wrote."""
+        """Whether the files hold tokens that another program wrote."""
         kinds = {self.source.format_of(file) == "tokens" for file in self.files}
         return self.source.is_token_file if len(kinds) > 1 else kinds == {True}
 
@@ -73,24 +73,24 @@ class SourceInput:
 
     @property
     def stamps(self) -> list[Any]:
-        """What manifests hold of it."""
+        """The input as recorded in manifests."""
         if self.source.kind != "files":
             return self.entries
         return [entry[:STAMPS] for entry in self.entries]
 
     def agrees(self, recorded: list[Any]) -> bool:
-        """Say whether nothing has changed by what was recorded; earlier versions recorded no `ctime`."""
+        """Return whether the input equals a record; records of earlier versions have no `ctime`."""
         return recorded in (self.entries, self.stamps)
 
     def may_agree(self, recorded: list[Any]) -> bool:
-        """Say whether the documents may be the same although something has changed."""
+        """Return whether the documents may be unchanged although the input has changed."""
         if self.source.kind != "files":
             return True
         return [entry[1] for entry in recorded] == [entry[1] for entry in self.entries]
 
     @cached_property
     def documents(self) -> str:
-        """A hash of all documents as they are now; see `documents_of`."""
+        """A hash of all current documents; see `documents_of`."""
         return _hash_of(self.rows())
 
     def rows(self) -> Iterator[Row]:
@@ -108,7 +108,7 @@ class SourceInput:
             yield Row(digest=document.digest, size=document.size, line=document.line, origin=document.origin)
 
     def change_from(self, store: TokenStore, recorded: list[Any]) -> str | None:
-        """Say in a few words what has changed since a store was made; None where nothing has."""
+        """Return a short description of changes since a store was made, or None."""
         try:
             if self.agrees(recorded):
                 return None
@@ -122,7 +122,7 @@ class SourceInput:
 
 
 def documents_of(store: TokenStore) -> str:
-    """Return a hash of a store's documents, that of their source as long as its text stays what it was."""
+    """Return a hash of a store's documents, which equals that of their source while its text is unchanged."""
     origins: list[str] = store.manifest["origins"]
     columns = [cast("list[int]", store.records[name].tolist()) for name in COLUMNS]
     return _hash_of(
@@ -132,12 +132,12 @@ def documents_of(store: TokenStore) -> str:
 
 
 def change_between(old: TokenStore, new: TokenStore) -> str:
-    """Say in a few words how the documents of two stores differ."""
+    """Return a short description of how the documents of two stores differ."""
     return change_of_documents(_digests_of(old), _digests_of(new))
 
 
 def change_of_documents(old: Iterable[int], new: Iterable[int]) -> str:
-    """Say in a few words how documents differ, each known by a hash.
+    """Return a short description of how two lists of document hashes differ.
 
     >>> change_of_documents([1, 2], [1, 2, 3])
     '1 document more'

@@ -1,8 +1,8 @@
-"""The text that a run began with: how its checkpoints name it, and how a resume finds it again.
+"""Records in checkpoints the text that a run began with, and finds it again for a resume.
 
-A checkpoint names the store of each source by its content, and holds the tokenizer. A resume uses these very
-stores, whatever became of the sources' files. A store that is gone is made again, if the text still is what
-it was; otherwise the run is refused.
+A checkpoint names the store of each source by its content, and holds the tokenizer. A resume uses exactly
+these stores, even if the sources' files have changed. A missing store is made again if the text is unchanged;
+otherwise the resume is refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,11 +24,11 @@ from andrea_pl.errors import UserError
 RECORD_FORMAT = 1
 
 MOST_COMBINATIONS = 10_000
-"""Most combinations of stores that are compared with a checkpoint that names none."""
+"""Maximum number of combinations of stores to compare with a checkpoint that does not name its stores."""
 
 
 def record_of(preparation: Preparation, prepared: Prepared) -> dict[str, Any]:
-    """Return what a checkpoint notes of the text that a run is trained on, as plain values."""
+    """Return a checkpoint's record of the run's text, as plain values."""
     return {
         "format": RECORD_FORMAT,
         "settings": _settings(preparation),
@@ -41,7 +41,7 @@ def record_of(preparation: Preparation, prepared: Prepared) -> dict[str, Any]:
 
 
 def applies(record: Any, preparation: Preparation) -> bool:
-    """Say whether a record is whole, and of the same sources prepared by the same settings."""
+    """Return whether a record is complete and has the same sources with the same settings."""
     if not isinstance(record, dict):
         return False
     known = cast("dict[str, Any]", record)
@@ -67,16 +67,16 @@ def _is_entry(entry: Any) -> bool:
 def continue_text(
     record: Mapping[str, Any], preparation: Preparation, path: str, says: bool = True
 ) -> Prepared:
-    """Open the stores that a run began with, and say of each source what has changed since.
+    """Open the stores that a run began with, and print what has changed in each source since.
 
     Args:
-        record: What the run's checkpoint notes.
-        preparation: The same sources, as they are now.
-        path: The checkpoint.
-        says: Whether to look at the sources and say what has changed.
+        record: The record in the run's checkpoint.
+        preparation: The current sources.
+        path: The checkpoint's path.
+        says: Whether to compare the current sources and print changes.
 
     Raises:
-        UserError: If a store is gone, and the text is no longer what it was made from.
+        UserError: If a store is gone and its text has changed.
     """
     tokenizer = _tokenizer(preparation, record["tokenizer"])
     entries = cast("dict[str, dict[str, str]]", record["stores"])
@@ -93,13 +93,13 @@ def continue_text(
 def find_combination(
     preparation: Preparation, text: str, definition: str | None, says: bool = True
 ) -> Prepared | None:
-    """Find the stores that a checkpoint which names none was trained on, by a checksum of all of them.
+    """Find the stores of a checkpoint that does not name them, by a checksum of all of them.
 
     Args:
         preparation: The sources.
-        text: What `checksum_of` gave when the checkpoint was saved.
+        text: The result of `checksum_of` when the checkpoint was saved.
         definition: The checkpoint's tokenizer.
-        says: Whether to look at the sources and say what has changed.
+        says: Whether to compare the current sources and print changes.
     """
     names = [source.name for source in preparation.sources if source.kind != "tokens"]
     choices = [_readable(_anywhere(preparation, name)) for name in names]
@@ -116,7 +116,7 @@ def find_combination(
 
 
 def checksum_of(preparation: Preparation, stores: Mapping[str, TokenStore]) -> str:
-    """Return a checksum of all text, by those of its stores."""
+    """Return a checksum of all text, from the stores' checksums."""
     return fingerprint(
         [
             fingerprint(source.documents)
@@ -128,7 +128,7 @@ def checksum_of(preparation: Preparation, stores: Mapping[str, TokenStore]) -> s
 
 
 def say_what_is_evaluated(record: Mapping[str, Any], preparation: Preparation, prepared: Prepared) -> None:
-    """Say of each source how the text that is evaluated differs from that of the run."""
+    """Print for each source how the evaluated text differs from that of the run."""
     for name, entry in cast("dict[str, dict[str, str]]", record["stores"]).items():
         store = prepared.stores.get(name)
         if store is None or store.content == entry["content"]:
@@ -139,7 +139,7 @@ def say_what_is_evaluated(record: Mapping[str, Any], preparation: Preparation, p
 
 
 def refuse_other_text(path: str, cache: Path) -> UserError:
-    """Return the error for a checkpoint whose text is neither there nor in the cache."""
+    """Return the error for a checkpoint whose text is gone, from the sources and from the cache."""
     return UserError(
         f"{path}: the text changed since this run began, and what was prepared for it is not in {cache}; put "
         "the text back as it was, or point `cache_dir` at the cache that the run used, or start from its "
@@ -148,7 +148,7 @@ def refuse_other_text(path: str, cache: Path) -> UserError:
 
 
 def _settings(preparation: Preparation) -> str:
-    """Return a hash of what decides which tokens the same text gives; where the text lies does not."""
+    """Return a hash of the settings that affect the tokens of a text; its paths do not."""
     sources = [
         {key: value for key, value in decisive_settings(source).items() if key != "paths"}
         for source in preparation.sources
@@ -158,7 +158,7 @@ def _settings(preparation: Preparation) -> str:
 
 
 def _find(preparation: Preparation, name: str, entry: Mapping[str, str]) -> TokenStore | None:
-    """Open the store of a content, where the run had it or anywhere in the cache."""
+    """Open the store of a content, at the run's path or anywhere in the cache."""
     content = entry["content"]
     there = Path(entry["folder"])
     own = preparation.folder / name
@@ -174,7 +174,7 @@ def _find(preparation: Preparation, name: str, entry: Mapping[str, str]) -> Toke
 
 
 def _anywhere(preparation: Preparation, name: str) -> Iterator[Path]:
-    """Yield the stores of a source of this name, those of these settings first."""
+    """Yield the stores of sources with this name, those with these settings first."""
     yield from versions(preparation.folder / name)
     if preparation.cache_dir.is_dir():
         settings = (each for each in sorted(preparation.cache_dir.iterdir()) if each.is_dir())
@@ -183,7 +183,7 @@ def _anywhere(preparation: Preparation, name: str) -> Iterator[Path]:
 
 
 def _tokenizer(preparation: Preparation, definition: str | None) -> TextTokenizer | None:
-    """Return the tokenizer that is given, if it is still there, or a checkpoint's."""
+    """Return the given tokenizer if its file still exists, else the checkpoint's."""
     if preparation.tokenizer and (definition is None or Path(preparation.tokenizer).expanduser().exists()):
         return TextTokenizer.load(preparation.tokenizer)
     return TextTokenizer(definition) if definition else None
@@ -227,7 +227,7 @@ def _say_changes(preparation: Preparation, stores: Mapping[str, TokenStore]) -> 
 
 
 def _readable(folders: Iterator[Path]) -> list[TokenStore]:
-    """Open stores, each content once."""
+    """Open the stores, each content only once."""
     stores: dict[str, TokenStore] = {}
     for folder in folders:
         with suppress(UserError):

@@ -1,4 +1,4 @@
-"""The tokenizer that is learnt from the training text, and what it was learnt from."""
+"""Learns a tokenizer from the training text, and records what it was learnt from."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ from andrea_pl.errors import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learnt:
-    """A tokenizer that was learnt, and a mark of the input that it was learnt from.
+    """A learnt tokenizer, and a hash of the input that it was learnt from.
 
     <settings>/tokenizer.json     the tokenizer
-               tokenizer.inputs   the mark, and the tokenizer's fingerprint, which early versions left out
+               tokenizer.inputs   the hash, and the tokenizer's fingerprint (missing in early versions)
     """
 
     tokenizer: TextTokenizer
     inputs: str | None
-    """None where it is not known, since learning was broken off."""
+    """None if unknown, because learning was interrupted."""
 
     @staticmethod
     def read(folder: Path) -> "Learnt | None":
-        """Return what a folder of the cache holds, None where it holds no tokenizer."""
+        """Return the tokenizer in a folder of the cache, or None."""
         try:
             tokenizer = TextTokenizer.load(folder / "tokenizer.json")
         except UserError:
@@ -43,7 +43,7 @@ class Learnt:
         return Learnt(tokenizer=tokenizer, inputs=mark[0] if is_its else None)
 
     def write(self, folder: Path) -> None:
-        """Write tokenizer and mark; a tokenizer that is there already is not written again."""
+        """Write tokenizer and hash; an existing tokenizer is not written again."""
         path = folder / "tokenizer.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -55,12 +55,12 @@ class Learnt:
 
 
 def inputs_of(texts: Iterable[SourceInput]) -> str:
-    """Return a mark of the input of several sources."""
+    """Return a hash of the input of several sources."""
     return fingerprint([each.stamps for each in texts])
 
 
 def learn_tokenizer(preparation: Preparation) -> TextTokenizer:
-    """Learn a tokenizer from the training documents, or from a sample of them where they are large."""
+    """Learn a tokenizer from the training documents, or from a sample of them if they are large."""
     sample = _training_sample(preparation)
     share = f"all {sample.seen_bytes:,} bytes of training text"
     if sample.kept_bytes < sample.seen_bytes:
@@ -84,5 +84,5 @@ def _training_sample(preparation: Preparation) -> TextSample:
 
 
 def mark_of(tokenizer: TextTokenizer | None) -> str | None:
-    """Return what a store says of the tokenizer that wrote it."""
+    """Return a store's record of its tokenizer."""
     return None if tokenizer is None else tokenizer.fingerprint

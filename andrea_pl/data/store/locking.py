@@ -1,7 +1,7 @@
-"""Locks of the cache: who prepares a folder, and which stores are in use.
+"""Locks of the cache: for preparing a folder, and for stores in use.
 
-Where the file system has no locks, everything goes on without them: files are written under names of their
-own and renamed, so that the loser of a race uses the winner's.
+On a file system without locks everything works without them: files are written under unique names and then
+renamed, so that the loser of a race uses the winner's files.
 """
 
 import json
@@ -20,13 +20,13 @@ LOCK_NAME = ".lock"
 
 @contextmanager
 def preparing(folder: Path) -> Generator[bool]:
-    """Be the only process that prepares a folder; wait for another one, and say once for which.
+    """Hold the lock for preparing a folder; wait for another process, and print once which one.
 
     Args:
-        folder: A folder of the cache; it is made where it is missing.
+        folder: A folder of the cache; it is made if missing.
 
     Yields:
-        Whether nobody else can be writing there: False where the file system has no locks.
+        Whether no other process can be writing there: False if the file system has no locks.
 
     Raises:
         OSError: If the folder cannot be made.
@@ -50,10 +50,10 @@ def preparing(folder: Path) -> Generator[bool]:
 
 
 def hold(file: Path) -> int | None:
-    """Hold a file of a store, together with others, so that `--prune` leaves the store alone.
+    """Hold a shared lock on a file of a store, so that `--prune` does not remove the store.
 
     Returns:
-        The descriptor, to be closed when the store is no longer used; None where it cannot be held.
+        The descriptor, to be closed when the store is no longer used; None if it cannot be locked.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -65,10 +65,10 @@ def hold(file: Path) -> int | None:
 
 @contextmanager
 def taken(file: Path) -> Generator[bool]:
-    """Take a file for this process alone, without waiting.
+    """Try to lock a file exclusively, without waiting.
 
     Yields:
-        Whether nobody holds it: False too where that cannot be known.
+        Whether no other process holds it; False if that is unknown.
     """
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
@@ -85,7 +85,7 @@ def taken(file: Path) -> Generator[bool]:
 
 
 def _open(file: Path) -> int | None:
-    """Open a lock file that others may use too; None in a folder where we may not."""
+    """Open a lock file that other users may use too; None in a folder that we cannot write."""
     for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):
         with suppress(OSError):
             return os.open(file, flags | os.O_CLOEXEC, 0o666)

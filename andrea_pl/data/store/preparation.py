@@ -1,6 +1,6 @@
-"""From sources to token stores: learn the tokenizer, deal documents to splits, encode, notice changes.
+"""Prepares token stores from sources: learns the tokenizer, splits and encodes documents, detects changes.
 
-Text that changed gets a new store beside the old one, which stays for the runs that were trained on it.
+Changed text gets a new store beside the old one, which stays for the runs that were trained on it.
 """
 
 from collections.abc import Sequence
@@ -34,20 +34,20 @@ from andrea_pl.errors import UserError
 
 
 def prepare(preparation: Preparation, only: Sequence[str] | None = None, verify: bool = False) -> Prepared:
-    """Write what is missing or out of date; say what was done and what was found.
+    """Write missing or outdated stores, and print what was done.
 
-    Of several processes that prepare one folder, one does and the others wait for it.
+    If several processes prepare one folder, one does the work and the others wait for it.
 
     Args:
-        preparation: What is to be prepared.
-        only: Names of the sources that are needed; all when left out.
-        verify: Whether all documents are compared with their stores, also where no size or time has changed.
+        preparation: What to prepare.
+        only: Names of the needed sources; by default all.
+        verify: Whether to compare all documents with their stores, even if no size or time has changed.
 
     Returns:
-        The stores, opened, and their tokenizer.
+        The opened stores and their tokenizer.
 
     Raises:
-        UserError: If input cannot be read, nothing is there, or the disk is full.
+        UserError: If input cannot be read, there is no text, or the disk is full.
     """
     prepared = None if verify else _Pass(preparation, only).find()
     if prepared is not None:
@@ -66,7 +66,7 @@ def prepare(preparation: Preparation, only: Sequence[str] | None = None, verify:
 
 
 def open_prepared(preparation: Preparation) -> Prepared:
-    """Open what `prepare` wrote last.
+    """Open the stores that `prepare` wrote last.
 
     Raises:
         UserError: If a store is missing.
@@ -84,9 +84,10 @@ def open_prepared(preparation: Preparation) -> Prepared:
 
 
 def keep_tokenizer(preparation: Preparation, tokenizer: TextTokenizer) -> Preparation:
-    """Return a preparation with a given tokenizer, kept in the cache under its fingerprint.
+    """Return a preparation with a given tokenizer, saved in the cache under its fingerprint.
 
-    Where the cache already holds the text under that very tokenizer and nothing changed, it stays as it is.
+    If the cache already holds the unchanged text with exactly that tokenizer, the preparation does not
+    change.
     """
     learnt = Learnt.read(preparation.folder)
     if learnt is not None and learnt.tokenizer.fingerprint == tokenizer.fingerprint:
@@ -106,12 +107,12 @@ def keep_tokenizer(preparation: Preparation, tokenizer: TextTokenizer) -> Prepar
 
 
 class _Pass:
-    """One look at all sources, each listed once, and what is to be done.
+    """A snapshot of all sources, each listed once, and the work to do.
 
     Args:
-        preparation: What is to be prepared.
-        only: Names of the sources that are needed; all when left out.
-        verify: Whether documents are compared though sizes and times agree.
+        preparation: What to prepare.
+        only: Names of the needed sources; by default all.
+        verify: Whether to compare documents even if sizes and times agree.
     """
 
     def __init__(self, preparation: Preparation, only: Sequence[str] | None, verify: bool = False) -> None:
@@ -125,7 +126,7 @@ class _Pass:
         refuse_mixture(preparation, [*self.inputs.values()])
         self.needed = [name for name in self.inputs if only is None or name in only]
         self.changed: set[str] = set()
-        """Sources whose documents are not those of any store."""
+        """Sources whose documents match no store."""
         self.verified: set[Path] = set()
 
     @property
@@ -134,7 +135,7 @@ class _Pass:
         return [each for each in self.inputs.values() if not each.is_token_file]
 
     def find(self) -> Prepared | None:
-        """Open what is prepared and current by sizes and times; None where something is to be done."""
+        """Open the stores if all are current by sizes and times; None if there is work to do."""
         tokenizer = None
         if self.preparation.tokenizer:
             tokenizer = TextTokenizer.load(self.preparation.tokenizer)
@@ -152,7 +153,7 @@ class _Pass:
         return Prepared(tokenizer=tokenizer, stores=stores)
 
     def write(self) -> Prepared:
-        """Learn and write what is to be; open all."""
+        """Do the work: learn the tokenizer, write stores, and open all."""
         tokenizer = self.tokenizer()
         seen: dict[int, str] = {}
         stores: dict[str, TokenStore] = {}
@@ -171,7 +172,7 @@ class _Pass:
         return Prepared(tokenizer=tokenizer, stores=stores)
 
     def tokenizer(self) -> TextTokenizer | None:
-        """Return the tokenizer that is given or was learnt from this very text; learn it otherwise."""
+        """Return the given tokenizer, or the one learnt from exactly this text; else learn it."""
         if self.preparation.tokenizer:
             return TextTokenizer.load(self.preparation.tokenizer)
         if not self.text:
@@ -192,12 +193,12 @@ class _Pass:
     def find_store(
         self, name: str, tokenizer: TextTokenizer | None, compare: bool = True
     ) -> TokenStore | str:
-        """Return the store of a source's text as it is now, whole; or why there is none.
+        """Return the complete store of a source's current text, or why there is none.
 
         Args:
-            name: The source.
-            tokenizer: What its tokens were, or are to be, written by.
-            compare: Whether documents may be read, to see whether they changed.
+            name: The source's name.
+            tokenizer: The tokenizer of its tokens.
+            compare: Whether documents may be read to detect changes.
         """
         each = self.inputs[name]
         reasons: list[str] = []
@@ -222,7 +223,7 @@ class _Pass:
     def _why_other(
         self, each: SourceInput, store: TokenStore, tokenizer: TextTokenizer | None, compare: bool
     ) -> str | None:
-        """Return why a store is not of the text as it is now, None where it is."""
+        """Return why a store does not match the current text, or None."""
         recorded = read_inputs(store)
         agrees = each.agrees(recorded)
         is_other = store.manifest["tokenizer"] != (None if each.is_token_file else mark_of(tokenizer))

@@ -1,7 +1,7 @@
-"""Old stores of the cache: which go, and which stay.
+"""Removes old stores from the cache.
 
-A store stays while a process has it open, while it is of the text as it is now, while a folder of checkpoints
-that were trained on it exists, and for `GRACE_DAYS` after its last use. Whatever else is in the cache stays.
+A store stays while a process has it open, while it matches the current text, while a folder of checkpoints
+that were trained on it exists, and for `GRACE_DAYS` after its last use. Everything else in the cache stays.
 """
 
 import shutil
@@ -15,12 +15,12 @@ from andrea_pl.data.store.versions import DAY, all_versions, keepers, last_used,
 from andrea_pl.errors import UserError
 
 GRACE_DAYS = 1
-"""How long a store stays after its last use, for a run that has not saved a checkpoint yet."""
+"""Days for which a store stays after its last use, for runs that have not saved a checkpoint yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removed:
-    """Something that was removed from the cache."""
+    """Something removed from the cache."""
 
     path: Path
     size: int
@@ -28,13 +28,13 @@ class Removed:
 
 
 def prune(cache: Path) -> list[Removed]:
-    """Remove the stores of a cache that nothing keeps, and what killed processes left.
+    """Remove unused stores of a cache, and what killed processes left.
 
     Args:
-        cache: The folder of all settings' folders, `data.cache_dir`.
+        cache: The cache's folder, `data.cache_dir`.
 
     Returns:
-        What was removed.
+        The removed stores and files.
 
     Raises:
         UserError: If something cannot be removed; the message names it.
@@ -57,7 +57,7 @@ def prune(cache: Path) -> list[Removed]:
 
 
 def _is_ours(settings: Path) -> bool:
-    """Say whether a folder of the cache was made by a preparation."""
+    """Return whether a preparation made this folder of the cache."""
     return (settings / LOCK_NAME).exists() or any(settings.glob("*/manifest.json"))
 
 

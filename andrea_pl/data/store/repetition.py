@@ -1,4 +1,4 @@
-"""How much of a text repeats itself."""
+"""Measures how much of a text repeats itself."""
 
 from typing import Any
 
@@ -6,16 +6,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 STRETCH = 1024
-"""Tokens within which a repeat counts."""
+"""Length, in tokens, of the stretches in which repeats count."""
 MOST_STRETCHES = 2048
-"""Stretches that are looked at; of a longer text evenly many are taken."""
+"""Maximum number of stretches; a longer text is sampled evenly."""
 LEAST_TOKENS = 3
 
 
 def repetition(tokens: NDArray[Any]) -> float:
     """Return the share of trigrams that occurred before within the same stretch of a thousand tokens.
 
-    Prose repeats a tenth of its trigrams so near, lists and templates two or three times as much.
+    Prose repeats about a tenth of its trigrams at this distance, lists and templates two or three times as
+    much.
 
     Args:
         tokens: (T,) ids of a text, document after document.

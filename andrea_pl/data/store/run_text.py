@@ -1,4 +1,4 @@
-"""Which text a run trains on: the text as it is now, or the one that a resumed run began with."""
+"""Chooses the text that a run trains on: the current text, or the text that a resumed run began with."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,8 +22,8 @@ from andrea_pl.data.store.versions import note_run
 class RunText:
     """The text of a datamodule's run, prepared on one process and opened on all.
 
-    A checkpoint names the stores that its run began with (`record`). One of an earlier version names none: it
-    is compared by a checksum of all text (`checksum`).
+    A checkpoint names the stores that its run began with (`record`). For one of an earlier version, which
+    does not, a checksum of all text is compared (`checksum`).
     """
 
     def __init__(self) -> None:
@@ -36,17 +36,17 @@ class RunText:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the stores are those that a checkpoint names."""
+        """Whether a checkpoint names the stores."""
         return self._record is not None
 
     def keep(self, checkpoint: Mapping[str, Any], key: str, preparation: Preparation, path: str) -> bool:
-        """Go on with the text of a checkpoint; return whether that is other text than was known before.
+        """Use the text of a checkpoint; return whether it differs from the text used so far.
 
         Args:
-            checkpoint: What a fit with the datamodule saved.
-            key: Where it has the datamodule's state.
+            checkpoint: A checkpoint that a fit with the datamodule saved.
+            key: The checkpoint's key for the datamodule's state.
             preparation: The sources.
-            path: The checkpoint's place, for messages.
+            path: The checkpoint's path, for messages.
         """
         record = cast("dict[str, Any] | None", checkpoint.get(key))
         self._path = path
@@ -59,7 +59,7 @@ class RunText:
         return True
 
     def prepare(self, preparation: Preparation, verify: bool) -> None:
-        """Write what is missing, on one process of each machine."""
+        """Prepare missing text, on one process of each machine."""
         if self._record is not None:
             self._ready = continue_text(self._record, preparation, self._path)
         elif self._checksum is not None:
@@ -72,7 +72,7 @@ class RunText:
         """Open the text on every rank.
 
         Raises:
-            UserError: If text that a resume needs is gone.
+            UserError: If the text that a resume needs is gone.
         """
         ready, self._ready = self._ready, None
         self._noted = set()
@@ -86,12 +86,12 @@ class RunText:
         return own or continue_text(cast("dict[str, Any]", record), preparation, "this run", says=False)
 
     def replacement(self, preparation: Preparation, prepared: Prepared, says: bool) -> Prepared | None:
-        """Return the text of the checkpoint where another is open, None where it is the one.
+        """Return the checkpoint's text if other text is open, else None.
 
         Args:
             preparation: The sources.
-            prepared: What is open.
-            says: Whether to say of each source what has changed since the run began.
+            prepared: The opened text.
+            says: Whether to print for each source what has changed since the run began.
 
         Raises:
             UserError: If that text is gone.
@@ -108,7 +108,7 @@ class RunText:
         return found
 
     def note_checkpoints(self, trainer: pl.Trainer, prepared: Prepared) -> None:
-        """Note in the cache where a trainer's checkpoints are, so that `prune` keeps the stores they need."""
+        """Record in the cache where a trainer's checkpoints are, so that `prune` keeps their stores."""
         for run in set(_checkpoint_folders(trainer)) - self._noted:
             self._noted.add(run)
             for store in prepared.stores.values():
@@ -116,13 +116,13 @@ class RunText:
 
 
 def _contents(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the stores of a record hold, by source."""
+    """Return the content ids of a record's stores, by source."""
     entries = cast("dict[str, dict[str, str]]", record["stores"])
     return {name: entry["content"] for name, entry in entries.items()}
 
 
 def _saved_checksum(checkpoint: Mapping[str, Any]) -> str | None:
-    """Return the checksum of the text that a checkpoint's loader has read, None where it has none."""
+    """Return the checksum of the text that a checkpoint's loader has read, or None."""
     found: Any = checkpoint
     try:
         found = found["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]["order"]["text"]
@@ -132,7 +132,7 @@ def _saved_checksum(checkpoint: Mapping[str, Any]) -> str | None:
 
 
 def _checkpoint_folders(trainer: pl.Trainer) -> list[str]:
-    """Return where a trainer's checkpoints are, as far as that can be told."""
+    """Return the known folders of a trainer's checkpoints."""
     given = [getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks]
     logs = [getattr(each, "log_dir", None) for each in trainer.loggers]
     folders = [str(each) for each in given if each] or [str(each) for each in logs if each]

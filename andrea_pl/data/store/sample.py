@@ -1,4 +1,4 @@
-"""A sample of text by content: which pieces are in it depends on the pieces alone, not on their order."""
+"""A sample of text by content: its pieces do not depend on their order."""
 
 import hashlib
 import heapq
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 
 class TextSample:
-    """Keeps all pieces of text while they fit, and those with the lowest hashes once they do not.
+    """Keeps all pieces of text if they fit, else those with the lowest hashes.
 
-    The sample is the longest run of pieces, in the order of their hashes, that fits.
+    The sample consists of as many pieces as fit, in the order of their hashes.
 
     Args:
-        most_bytes: Bytes of UTF-8 that are kept, at most.
+        most_bytes: Maximum number of bytes of UTF-8 to keep.
     """
 
     def __init__(self, most_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What is to be prepared, and the folder of the cache that its settings own."""
+"""The settings of a preparation, and their folder in the cache."""
 
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -33,18 +33,17 @@ they are not the default, so that a cache stays current when an option is added.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """What is to be prepared, and where.
+    """The text to prepare, and the settings.
 
     Args:
         sources: The text.
-        vocab_size: Merges + 256 bytes + 1 special, for a tokenizer that is learnt here.
-        tokenizer: A `tokenizer.json` to use instead.
-        val_fraction: Share of documents held out for validation, decided by a hash of each document's
-            content.
+        vocab_size: Merges + 256 bytes + 1 special token, for a learnt tokenizer.
+        tokenizer: Path of a `tokenizer.json` to use instead.
+        val_fraction: Share of documents held out for validation, chosen by a hash of their content.
         test_fraction: Share of documents held out for the test.
-        on_error: `raise` stops at input that cannot be read; `skip` counts it and says so.
-        cache_dir: Folder under which stores are kept.
-        tokenizer_sample_bytes: Bytes of training text that a tokenizer is learnt from, at most.
+        on_error: What to do about unreadable input: `raise` stops, `skip` skips, counts and reports it.
+        cache_dir: Folder for stores.
+        tokenizer_sample_bytes: Maximum number of bytes of training text from which a tokenizer is learnt.
     """
 
     sources: Sequence[TextSource]
@@ -68,7 +67,7 @@ class Preparation:
 
     @property
     def folder(self) -> Path:
-        """The folder that these settings own; other settings never touch it."""
+        """The folder of these settings; other settings do not use it."""
         settings = [decisive_settings(source) for source in self.sources]
         tokenizer = None if self.tokenizer is None else str(Path(self.tokenizer).expanduser().absolute())
         values = [self.vocab_size, tokenizer, self.val_fraction, self.test_fraction, self.on_error]
@@ -78,18 +77,18 @@ class Preparation:
 
     @property
     def holds_out_validation(self) -> bool:
-        """Whether documents are to be held out for validation."""
+        """Whether documents are held out for validation."""
         return any(
             each.split == "val" or (each.split == "hash" and self.val_fraction_of(each) > 0)
             for each in self.sources
         )
 
     def split_of_tokens(self, source: TextSource, document: Sequence[int]) -> str:
-        """Deal a document given as ids, likewise."""
+        """Return the split of a document given as ids, by its content."""
         return self.split_of(source, digest(repr(list(document)).encode()))
 
     def split_of(self, source: TextSource, digest: int) -> str:
-        """Deal a document to a split, by its content alone."""
+        """Return the split of a document, by its content."""
         if source.split != "hash":
             return source.split
         place = digest / 2**64
@@ -105,14 +104,14 @@ class Preparation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Opened stores, and the tokenizer that wrote them where there is one."""
+    """Opened stores, and their tokenizer, if there is one."""
 
     tokenizer: TextTokenizer | None
     stores: dict[str, TokenStore]
 
 
 def decisive_settings(source: TextSource) -> dict[str, Any]:
-    """Return the settings of a source that its tokens depend on, without later ones at their default."""
+    """Return the settings that affect a source's tokens, without newer ones that have their default."""
     usual = {
         each.name: each.default_factory() if each.default_factory is not MISSING else each.default
         for each in fields(source)

@@ -1,4 +1,4 @@
-"""How many bytes of text the ids of a byte-level tokenizer stand for."""
+"""Computes how many bytes of text each id of a byte-level tokenizer stands for."""
 
 from typing import Any, cast
 
@@ -9,18 +9,17 @@ BYTE_ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
 
 
 def bytes_of_ids(definition: dict[str, Any], end_id: int) -> dict[int, int] | None:
-    """Return the bytes of text that each id stands for, or None where one count would not always be right.
+    """Return the bytes of text that each id stands for, or None if a fixed count could be wrong.
 
-    A token of the byte alphabet has a character for each byte. Tokens that were added are literal text: their
-    bytes are those of their UTF-8. Special tokens are never made from text and stand for none.
+    A token of the byte alphabet has one character per byte. An added token is literal text and counts its
+    UTF-8 bytes. Special tokens are never encoded from text and count 0.
 
-    None is returned where text is changed or dropped before it is encoded (a normalizer, a prefix space, a
-    pre-tokenizer that removes something, an added token that takes the white space beside it, an alphabet
-    that lacks a byte), where tokens are not written in the byte alphabet, and where an id stands for
-    different texts.
+    The result is None if text is changed or dropped before encoding (a normalizer, a prefix space, a
+    pre-tokenizer that removes something, an added token that takes adjacent white space, an alphabet that
+    lacks a byte), if tokens are not written in the byte alphabet, or if an id stands for different texts.
 
     Args:
-        definition: What a `tokenizer.json` says.
+        definition: The contents of a `tokenizer.json`.
         end_id: Id of the end-of-document token, which stands for no text.
     """
     model = cast("dict[str, Any]", definition["model"])
@@ -44,7 +43,7 @@ def bytes_of_ids(definition: dict[str, Any], end_id: int) -> dict[int, int] | No
 
 
 def _keeps_text(definition: dict[str, Any]) -> bool:
-    """Say whether all text reaches the model, as it stands and in the byte alphabet."""
+    """Return whether all text reaches the model unchanged, in the byte alphabet."""
     if definition.get("normalizer") or (definition.get("decoder") or {}).get("type") != "ByteLevel":
         return False
     node = cast("dict[str, Any]", definition.get("pre_tokenizer") or {})

@@ -1,10 +1,10 @@
-"""Token stores: the tokens of one source on disk, memory-mapped, and what they were made from.
+"""Token stores: the memory-mapped tokens of one source, and a record of their input.
 
-<store>/manifest.json   what the tokens depend on, how many there are, and the checksums of the other two
+<store>/manifest.json   settings and input of the tokens, their number, and the checksums of the other files
         tokens.bin      all tokens, uint16 or uint32, document after document
-        documents.npy   one record a document: where it starts, its length, bytes, split and origin
+        documents.npy   one record per document: start, length, bytes, split and origin
 
-These three never change; a store is known by a hash of what they hold (`content_id`).
+These three files never change. A hash of their contents identifies a store (`content_id`).
 """
 
 import errno
@@ -30,7 +30,7 @@ from andrea_pl.errors import UserError
 FORMAT_VERSION = 5
 FILES = ("tokens.bin", "documents.npy")
 HELD = "documents.npy"
-"""The file on which a process that uses a store has a shared lock."""
+"""The file on which processes that use a store hold a shared lock."""
 DTYPES = ("<u2", "<u4")
 MANIFEST = {
     "dtype": str,
@@ -40,9 +40,9 @@ MANIFEST = {
     "origins": list,
     "sha256": dict,
 }
-"""What every manifest has, and of which kind it is."""
+"""Required keys of a manifest and their types."""
 TABLE_DOCUMENTS = 1 << 16
-"""Documents whose records are gathered before they become an array, which takes a fifth of the memory."""
+"""Number of records to collect before they become an array, which takes a fifth of their memory."""
 SPLITS = ("train", "val", "test")
 
 RECORD = np.dtype(
@@ -59,7 +59,7 @@ RECORD = np.dtype(
 
 
 class TokenStore:
-    """A prepared source, opened for reading, and held: `--prune` leaves it alone while it is open.
+    """A prepared source, opened for reading. `--prune` does not remove it while it is open.
 
     Args:
         folder: A folder that `StoreWriter` wrote.
@@ -101,7 +101,7 @@ class TokenStore:
         """Read a store's files to their end and compare them with its manifest.
 
         Raises:
-            UserError: If one is not what was written; the message names it.
+            UserError: If a file has changed; the message names it.
         """
         expected = cast("dict[str, str]", read_manifest(folder)["sha256"])
         for name in FILES:
@@ -127,17 +127,17 @@ class TokenStore:
         return float(self.manifest["repetition"])
 
     def describe(self, document: int, lines: int = 0) -> str:
-        """Return where a document came from, or a place so many lines into it, as `file:line`."""
+        """Return a document's place, or that of a line in it, as `file:line`."""
         record = self.records[document]
         return f"{self.origin(record)}:{record['line'] + lines}"
 
     def origin(self, record: Any) -> str:
-        """Return the file that a record's document came from, or what stands for one."""
+        """Return the file, or other origin, of a record's document."""
         return self.manifest["origins"][record["origin"]]
 
 
 class StoreSplit(Sequence[NDArray[Any]]):
-    """The documents of one split, read from the map when asked for.
+    """The documents of one split, read lazily from the memory map.
 
     Args:
         store: The store.
@@ -148,13 +148,13 @@ class StoreSplit(Sequence[NDArray[Any]]):
         self.store = store
         self.documents = documents
         self.lengths: NDArray[np.int64] = store.records["tokens"][documents]
-        """Tokens in each document, the end-of-document token included."""
+        """Tokens in each document, including the end-of-document token."""
 
     def __len__(self) -> int:
         return len(self.documents)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the tokens of one document, as a view of the map."""
+        """Return the tokens of one document as a view of the memory map."""
         record = self.store.records[self.documents[index]]
         start = int(record["start"])
         return self.store.tokens[start : start + int(record["tokens"])]
@@ -165,7 +165,7 @@ class StoreWriter:
 
     Args:
         folder: The temporary folder.
-        vocab_size: Number of ids, which decides between two and four bytes a token.
+        vocab_size: Number of ids, which decides between two and four bytes per token.
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
@@ -191,9 +191,9 @@ class StoreWriter:
         line: int,
         digest: int = 0,
     ) -> None:
-        """Append one document of `size` bytes, whose content hashes to `digest`.
+        """Append a document of `size` bytes, whose content hashes to `digest`.
 
-        `tokens` follow those that `write` took before, of the same document.
+        `tokens` follow tokens of the same document that were passed to `write` before.
         """
         self.write(tokens)
         place = self._origins.setdefault(origin, len(self._origins))
@@ -206,12 +206,12 @@ class StoreWriter:
             self._records = []
 
     def write(self, tokens: Sequence[int] | NDArray[Any]) -> None:
-        """Append tokens of a document that `add` will end, so that a long one is never held as a whole."""
+        """Append tokens of a document that `add` will end, so that a long one never fills the memory."""
         self._file.write(np.asarray(tokens, dtype=self.dtype).tobytes())
         self.tokens += len(tokens)
 
     def close(self, manifest: dict[str, Any]) -> None:
-        """Write the table of documents and the manifest, and bring all to the disk."""
+        """Write the table of documents and the manifest, and synchronise everything with the disk."""
         sync_and_close(self._file)
         with (self.folder / "documents.npy").open("wb") as table:
             np.save(table, np.concatenate([*self._tables, np.array(self._records, dtype=RECORD)]))
@@ -231,7 +231,7 @@ class StoreWriter:
         self.content = content_id(counts)
 
     def abandon(self) -> None:
-        """Close the open file without finishing the store; what is still in its buffer no longer matters."""
+        """Close the open file without finishing the store, and drop its buffer."""
         try:
             self._file.close()
         except OSError:
@@ -239,13 +239,13 @@ class StoreWriter:
 
 
 def _lies_within(records: NDArray[Any], tokens: int) -> bool:
-    """Say whether all documents of a table lie within so many tokens."""
+    """Return whether all documents of a table lie within so many tokens."""
     starts, lengths = records["start"], records["tokens"]
     return bool(((starts >= 0) & (lengths >= 0) & (starts + lengths <= tokens)).all())
 
 
 def sync_and_close(file: BinaryIO) -> None:
-    """Bring a written file to the disk before its name can be trusted."""
+    """Synchronise a written file with the disk before it is renamed."""
     file.flush()
     os.fsync(file.fileno())
     file.close()
@@ -253,16 +253,16 @@ def sync_and_close(file: BinaryIO) -> None:
 
 @contextmanager
 def writing_store(folder: Path, vocab_size: int, by_content: bool = False) -> Generator[StoreWriter]:
-    """Write a store so that its name holds a complete one or none.
+    """Write a store atomically: under its name there is a complete store or none.
 
     Args:
-        folder: Where it will be.
+        folder: The store's final folder.
         vocab_size: Number of ids.
-        by_content: Whether its name is followed by what it is known by, and a store that is there already
-            under that name is used; the writer's `folder` is the place in the end.
+        by_content: Whether to append the content id to the name, and to use an existing store of that name.
+            The writer's `folder` is the final place.
 
     Raises:
-        UserError: If the disk is full or the folder cannot be written; what was there before stays.
+        UserError: If the disk is full or the folder cannot be written. An existing store is unchanged.
     """
     temporary = None
     writer = None
@@ -284,7 +284,7 @@ def writing_store(folder: Path, vocab_size: int, by_content: bool = False) -> Ge
 
 
 def _install(temporary: Path, folder: Path, may_be_there: bool) -> None:
-    """Give a complete store its name; one that another process gave it first stays, if it is whole."""
+    """Rename a complete store to its name, unless another process has put a complete one there."""
     synchronize_folder(temporary)
     while True:
         try:
@@ -313,17 +313,17 @@ def _is_whole(folder: Path) -> bool:
 
 
 def version_folder(folder: Path, content: str) -> Path:
-    """Return where the store of a source with this content is, beside others of the source."""
+    """Return the path of a source's store with this content."""
     return folder.with_name(f"{folder.name}.{content}")
 
 
 def content_id(manifest: Mapping[str, Any]) -> str:
-    """Return what a store is known by: a hash of its tokens and its table of documents."""
+    """Return a store's identity: a hash of its tokens and its table of documents."""
     return fingerprint(manifest["sha256"])
 
 
 def disk_error(path: Path, error: OSError) -> UserError:
-    """Say which path could not be written and what to do."""
+    """Return the error for a path that could not be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(f"{path}: the disk is full; free some space or point `cache_dir` at another disk")
     place = Path(str(error.filename or path))
@@ -338,7 +338,7 @@ def disk_error(path: Path, error: OSError) -> UserError:
 
 
 def _other_owner(path: Path) -> str | None:
-    """Return the other user who owns a path that we may not write, or the folder that it lies in."""
+    """Return the other user who owns a path that we cannot write, or its folder."""
     there = next((each for each in (path, *path.parents) if os.path.lexists(each)), Path("/"))
     closed = [each for each in (there, there.parent) if not os.access(each, os.W_OK)]
     barred = next((each for each in (there, *closed) if each.lstat().st_uid != os.geteuid()), None)
@@ -354,7 +354,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Return a store's manifest.
 
     Raises:
-        UserError: If there is none, or it is of another format.
+        UserError: If there is no manifest, or it has another format.
     """
     try:
         manifest: Any = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))

@@ -24,16 +24,16 @@ DECODED_TOKENS = 1 << 16
 
 
 class TextTokenizer:
-    """Turns text into token ids and back; knows which id ends a document and how many bytes an id stands for.
+    """Converts text to token ids and back; knows the end-of-document id and each id's bytes of text.
 
-    Text that happens to spell a special token is encoded as ordinary text.
+    Text that spells a special token is encoded as ordinary text.
 
     Args:
-        definition: The content of a `tokenizer.json`.
+        definition: The contents of a `tokenizer.json`.
         end_token: The special token that ends a document.
 
     Raises:
-        UserError: If the definition cannot be read or has no such token.
+        UserError: If the definition cannot be read, or lacks that token.
     """
 
     def __init__(self, definition: str, end_token: str = END_OF_DOCUMENT) -> None:
@@ -54,7 +54,7 @@ class TextTokenizer:
         self.end_id: int = end_id
         """Id of the end-of-document token."""
         self.vocab_size: int = max(self._tokenizer.get_vocab().values()) + 1
-        """Number of ids: one more than the highest, also where some in between are not used."""
+        """Number of ids: one more than the highest, even if some in between are unused."""
         self._definition = self._tokenizer.to_str()
         self._cutter: Cutter | None = None
 
@@ -74,13 +74,13 @@ class TextTokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> "TextTokenizer":
         """Learn merges from texts.
 
-        Words are those of GPT-2, but no run of letters, digits, other characters or white space is longer
-        than `LONGEST_RUN`: the time that a word takes grows faster than its length.
+        Words are split as in GPT-2, but no run of letters, digits, other characters or white space is longer
+        than `LONGEST_RUN`, since the time for a word grows faster than its length.
 
         Args:
-            texts: The training text. Long texts are cut into pieces, which changes nothing in the result.
-            vocab_size: Merges + 256 bytes + 1 special. Where the text is too small for that many merges fewer
-                are learnt, with a warning.
+            texts: The training text. Long texts are cut into pieces, which does not change the result.
+            vocab_size: Merges + 256 bytes + 1 special token. If the text is too small for that many merges,
+                fewer are learnt, with a warning.
 
         Raises:
             UserError: If `vocab_size` leaves no room for the bytes and the special token.
@@ -110,7 +110,7 @@ class TextTokenizer:
 
     @staticmethod
     def pieces_to_learn(parts: Iterable[str]) -> Iterator[str]:
-        """Cut a text, given in parts, into pieces that `train` counts the very words of the whole in."""
+        """Cut a text, given in parts, into pieces in which `train` counts the same words as in the whole."""
         return _cutter_to_learn().pieces(parts)
 
     @property
@@ -130,34 +130,34 @@ class TextTokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of many texts, encoded in parallel, each between two end-of-document tokens.
 
-        The first stands for the start of the document, so that its first word is a label like any other.
+        The first of them marks the start of the document, so that its first word is a label too.
         """
         return [[self.end_id, *ids.tolist(), self.end_id] for ids in self.encode_pieces(texts)]
 
     def encode_pieces(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Return the ids of many texts, encoded in parallel, without end-of-document tokens.
 
-        The library takes some 40 to 120 bytes of memory for a byte of text, more where a text is long.
+        The library takes about 40 to 120 bytes of memory per byte of text, more for long texts.
         """
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     @property
     def cutter(self) -> Cutter:
-        """What cuts long texts where that does not change their ids."""
+        """Cuts long texts without changing their ids."""
         if self._cutter is None:
             self._cutter = Cutter(self._tokenizer, json.loads(self._definition))
         return self._cutter
 
     @property
     def unknown_id(self) -> int | None:
-        """Id of the token that stands for whatever the vocabulary cannot write, None where there is none."""
+        """Id of the unknown token, or None."""
         model = cast("dict[str, Any]", json.loads(self._definition)["model"])
         token = model.get("unk_token")
         return model.get("unk_id") if token is None else self._tokenizer.token_to_id(token)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; special tokens give nothing, unfinished UTF-8 gives U+FFFD."""
+        """Return the text of ids. Special tokens give no text, incomplete UTF-8 gives U+FFFD."""
         return self._tokenizer.decode(list(ids))
 
     def decode_in_parts(self, ids: NDArray[Any], every: int = 1, whole_words: bool = False) -> Iterator[str]:
@@ -165,8 +165,8 @@ class TextTokenizer:
 
         Args:
             ids: (T,) ids.
-            every: Decode only each n-th part.
-            whole_words: Leave out the words that a border between two parts may have cut.
+            every: Decode only every n-th part.
+            whole_words: Leave out words that may be cut at the border between two parts.
         """
         for start in range(0, len(ids), DECODED_TOKENS * every):
             end = start + DECODED_TOKENS
@@ -179,7 +179,7 @@ class TextTokenizer:
             yield text[first:last]
 
     def bytes_per_token(self) -> NDArray[np.int64] | None:
-        """Return (V,) the bytes of text that each id stands for; None where that is not known for certain."""
+        """Return (V,) bytes of text that each id stands for; None if that is uncertain."""
         table = bytes_of_ids(json.loads(self._definition), self.end_id)
         return None if table is None else np.array([table.get(index, 0) for index in range(self.vocab_size)])
 
@@ -191,7 +191,7 @@ def _cutter_to_learn() -> Cutter:
 
 
 def _untrained() -> Tokenizer:
-    """Return a byte-level BPE tokenizer without merges, and with an end to every run."""
+    """Return a byte-level BPE tokenizer without merges, with bounded runs."""
     tokenizer = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(BOUNDED), "isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,9 +1,9 @@
-"""The stores of a source, one for each content that its text had.
+"""The stores of a source, one for each version of its text.
 
 <cache_dir>/<settings>/<source>.<content>/  a store; its tokens never change
-                                  inputs.json   the files as they were when last found to have this content
-                                  runs/         a file for each folder of checkpoints that were trained on it
-                       <source>             a link to the one in use now; earlier versions wrote a folder
+                                  inputs.json   the files when they last had this content
+                                  runs/         one file per folder of checkpoints trained on it
+                       <source>             a link to the current store; earlier versions wrote a folder
                        .lock                held by the process that prepares
                        .<source>.<random>   a store that is being written
 """
@@ -36,11 +36,11 @@ INPUTS = "inputs.json"
 RUNS = "runs"
 DAY = 24 * 3600.0
 UNSEEN_DAYS = 30
-"""How long a run of another machine keeps a store when its folder cannot be seen from here."""
+"""Days for which a run on another machine keeps a store, if its folder cannot be seen from here."""
 
 
 def versions(folder: Path) -> list[Path]:
-    """Return the stores of a source, the one in use first and then the others, the last used first.
+    """Return the stores of a source: the current one, then the others, most recently used first.
 
     Args:
         folder: The settings' folder and the source's name.
@@ -65,7 +65,7 @@ def all_versions(settings: Path) -> dict[str, list[Path]]:
 
 
 def find_content(folders: Iterator[Path], content: str) -> TokenStore | None:
-    """Open the first of some stores that holds a content, whole; None where there is none."""
+    """Open the first complete store with a content among some stores, or return None."""
     for folder in folders:
         with suppress(UserError):
             if content_id(read_manifest(folder)) == content:
@@ -76,9 +76,9 @@ def find_content(folders: Iterator[Path], content: str) -> TokenStore | None:
 
 
 def name_current(folder: Path, store: Path) -> None:
-    """Give the store that is in use now the source's plain name, as a link; keep the one that had it.
+    """Link the source's plain name to the current store; keep a store that had that name.
 
-    Where the file system has no links, or we may not write, the store is found by its content all the same.
+    Without links or permission to write, the store is still found by its content.
     """
     if store == folder:
         return
@@ -98,7 +98,7 @@ def name_current(folder: Path, store: Path) -> None:
 
 
 def _keep_earlier(folder: Path) -> None:
-    """Move a store that an earlier version wrote under the plain name to the name of its content."""
+    """Rename a store that an earlier version wrote under the plain name to the name with its content."""
     try:
         own = version_folder(folder, content_id(read_manifest(folder)))
     except UserError:
@@ -112,7 +112,7 @@ def _keep_earlier(folder: Path) -> None:
 
 
 def read_inputs(store: TokenStore) -> list[Any]:
-    """Return the input with which a store was last found to agree."""
+    """Return the input that last matched a store."""
     try:
         read: Any = json.loads((store.folder / INPUTS).read_text(encoding="utf-8"))
         if isinstance(read, list):
@@ -123,25 +123,25 @@ def read_inputs(store: TokenStore) -> list[Any]:
 
 
 def write_inputs(store: Path, entries: list[Any]) -> None:
-    """Note the input that a store agrees with; where we may not write, it is compared again next time."""
+    """Record the input that matches a store. Without permission to write, it is compared again next time."""
     with suppress(OSError):
         replace_text(store / INPUTS, json.dumps(entries))
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Give a file another text, all at once, so that its name never holds half of it."""
+    """Replace a file's text atomically."""
     replace_durably(path, lambda descriptor: write_all(descriptor, text.encode()))
 
 
 def note_use(store: Path) -> None:
-    """Note that a store is used, once a day."""
+    """Record the use of a store, once a day."""
     with suppress(OSError):
         if time.time() - last_used(store) > DAY:
             os.utime(store / "manifest.json")
 
 
 def last_used(store: Path) -> float:
-    """Return when a store was last used, to a day; 0 where it is none."""
+    """Return when a store was last used, with a precision of a day; 0 if it is not a store."""
     try:
         return (store / "manifest.json").stat().st_mtime
     except OSError:
@@ -149,7 +149,7 @@ def last_used(store: Path) -> float:
 
 
 def note_run(store: Path, run: str) -> None:
-    """Note that checkpoints in a folder were trained on a store, which `--prune` then keeps."""
+    """Record that checkpoints in a folder were trained on a store, so that `--prune` keeps it."""
     known = {"folder": run, "machine": socket.gethostname()}
     try:
         (store / RUNS).mkdir(exist_ok=True)
@@ -162,7 +162,7 @@ def note_run(store: Path, run: str) -> None:
 
 
 def keepers(store: Path) -> list[str]:
-    """Return the folders of checkpoints for which a store is kept, those that still exist."""
+    """Return the existing folders of checkpoints that need a store."""
     kept: list[str] = []
     for file in _entries(store / RUNS):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -175,14 +175,14 @@ def keepers(store: Path) -> list[str]:
 
 
 def sweep_temporaries(folder: Path, is_alone: bool) -> list[Path]:
-    """Remove what killed processes were writing in a folder of the cache.
+    """Remove unfinished files of killed processes in a folder of the cache.
 
     Args:
         folder: The folder.
-        is_alone: Whether nobody else can be writing there; otherwise only what is a day old is removed.
+        is_alone: Whether no other process can be writing there. Otherwise only day-old files are removed.
 
     Returns:
-        What was removed.
+        The removed files and folders.
     """
     found = [each for each in _entries(folder) if re.fullmatch(r"\..+\.[^.]+", each.name)]
     dead = [each for each in found if is_alone or time.time() - _newest(each) > DAY]

@@ -1,4 +1,4 @@
-"""The documents of a source, encoded into a store and dealt to splits."""
+"""Encodes a source's documents into a store and assigns them to splits."""
 
 from collections import Counter
 from typing import Any, cast
@@ -24,10 +24,10 @@ def write_source(
     """Write the store of a source.
 
     Args:
-        preparation: Deals documents to splits.
+        preparation: Assigns documents to splits.
         each: The source.
-        tokenizer: Encodes its text; None for token files.
-        seen: Split of each document of other sources, by its digest; those of this one are added.
+        tokenizer: The tokenizer; None for token files.
+        seen: The split of each document of other sources, by digest; this source's documents are added.
 
     Raises:
         UserError: If no document can be read, or the disk is full.

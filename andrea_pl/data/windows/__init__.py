@@ -1,1 +1,1 @@
-"""Sequences become windows: samplers, packing into micro-batches, loaders that resume."""
+"""Turns sequences into windows: samplers, packing into micro-batches, resumable loaders."""

@@ -1,4 +1,4 @@
-"""Documents cut into training sequences, and sequences put together into padded micro-batches."""
+"""Cuts documents into training sequences, and collates sequences into padded micro-batches."""
 
 from collections.abc import Sequence
 from typing import Any, Required, TypedDict
@@ -12,46 +12,45 @@ from torch.utils.data import Dataset
 from andrea_pl.errors import UserError
 
 IGNORED = -100
-"""Label of a place without a right answer; the default `ignore_index` of torch's cross entropy."""
+"""Label of a position that is ignored; the default `ignore_index` of torch's cross entropy."""
 
 Item = dict[str, Any]
 
 
 class MicroBatch(TypedDict, total=False):
-    """Padded sequences: B rows, S places. Only `input_ids` and `labels` are needed for training."""
+    """Padded sequences: B rows, S positions. Training needs only `input_ids` and `labels`."""
 
     input_ids: Required[Tensor]
     """(B, S) int64."""
     labels: Required[Tensor]
-    """(B, S) int64, already shifted by one; `IGNORED` where a place has no right answer."""
+    """(B, S) int64, already shifted by one; `IGNORED` at positions without a label."""
     valid_mask: Tensor
-    """(B, S) bool, true where a token is no padding."""
+    """(B, S) bool, false for padding."""
     token_index: Tensor
-    """(valid tokens,) int64, where in the flattened rows these lie."""
+    """(valid tokens,) int64, their indices in the flattened rows."""
     num_tokens: int
-    """Labels that count, counted on the host."""
+    """Number of valid labels, counted on the host."""
     source_id: Tensor
     """(B,) int64; negative for a filler."""
     document_id: Tensor
     """(B,) int64."""
     offset: Tensor
-    """(B,) int64, place of the row's first token in its document."""
+    """(B,) int64, index of the row's first token in its document."""
 
 
 class TokenizedDataset(Dataset[Item]):
-    """Documents as inputs and labels; the only place where labels are shifted.
+    """Documents as inputs and labels. Labels are shifted only here.
 
-    A document of n tokens gives n - 1 labels: every token but the first, exactly once. Longer documents are
-    cut into consecutive blocks; the last token of a block's input is followed by its label, which starts the
-    next block. A document of fewer than two tokens has no label and gives no sequence; `labelless_documents`
-    counts those.
+    A document of n tokens gives n - 1 labels: every token except the first, exactly once. Longer documents
+    are cut into consecutive blocks. The label of a block's last token is the first token of the next block. A
+    document of fewer than two tokens has no label and gives no sequence; `labelless_documents` counts those.
 
     Args:
-        sequences: One sequence of token ids per document. An attribute `lengths`, if there is one, saves
-            reading every document to learn how long it is.
-        block_size: Most tokens in an input.
-        source_id: Goes with every sequence, to tell several sources apart.
-        document_ids: Id of each document; 0, 1, 2, … when left out.
+        sequences: One sequence of token ids per document. An attribute `lengths`, if it exists, avoids
+            reading every document to find its length.
+        block_size: Maximum number of tokens in an input.
+        source_id: The source of these sequences.
+        document_ids: Id of each document; by default 0, 1, 2, …
 
     Raises:
         UserError: If `block_size` is less than 1.
@@ -111,9 +110,9 @@ class DynamicPaddingCollator:
         """Collate items of `TokenizedDataset`.
 
         Returns:
-            `input_ids` (B, S) int64; `labels` (B, S) int64, -100 where ignored; `valid_mask` (B, S) bool;
-            `num_tokens` int, the labels that count; `token_index` (T,) int64, where in the flattened batch
-            the valid tokens lie; `source_id`, `document_id`, `offset` (B,) int64.
+            `input_ids` (B, S) int64; `labels` (B, S) int64, -100 if ignored; `valid_mask` (B, S) bool;
+            `num_tokens` int, the number of valid labels; `token_index` (T,) int64, indices of the valid
+            tokens in the flattened batch; `source_id`, `document_id`, `offset` (B,) int64.
         """
         rows = len(items)
         width = max(len(item["input_ids"]) for item in items)
@@ -138,12 +137,12 @@ class DynamicPaddingCollator:
 
 
 def _numbers(items: Sequence[Item], key: str) -> Tensor:
-    """Return (B,) what the items have under a key, -1 for those that have nothing."""
+    """Return (B,) the items' values for a key, -1 for items without it."""
     return torch.tensor([item.get(key, -1) for item in items])
 
 
 def count_labels(labels: Tensor) -> int:
-    """Return how many labels count, on the host."""
+    """Return the number of valid labels, on the host."""
     return int((labels != IGNORED).sum())
 
 
@@ -154,4 +153,4 @@ FILLER: Item = {
     "document_id": -1,
     "offset": 0,
 }
-"""A sequence that teaches nothing, for a rank that has fewer micro-batches than another."""
+"""A sequence without labels, for a rank with fewer micro-batches than the others."""

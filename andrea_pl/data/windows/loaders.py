@@ -1,4 +1,4 @@
-"""The loader that builds windows itself: sized, lazy, resumable at any window, sharded over the ranks."""
+"""The loader of windows: sized, lazy, resumable at any window, sharded over the ranks."""
 
 import hashlib
 import os
@@ -23,11 +23,11 @@ class WindowReader(Dataset[Window]):
     Args:
         dataset: The sequences.
         lengths: (number of sequences,) tokens in each.
-        collator: Makes a micro-batch of items.
-        micro_batch_tokens: Most padded tokens in a micro-batch.
-        micro_batch_sequences: Most sequences in a micro-batch, None for no limit.
-        rank: Number of this process.
-        world_size: Number of processes.
+        collator: Makes a micro-batch from items.
+        micro_batch_tokens: Maximum number of padded tokens in a micro-batch.
+        micro_batch_sequences: Maximum number of sequences in a micro-batch, None for no limit.
+        rank: Rank of this process.
+        world_size: Number of ranks.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class TextWindowLoader:
 
     Args:
         reader: Makes the windows.
-        sampler: Which sequences make which window.
-        num_workers: Processes that read ahead; 0 reads in this one.
-        prefetch_factor: Windows that each of them reads ahead.
-        pin_memory: Whether micro-batches are put in pinned memory.
+        sampler: Decides which sequences make which window.
+        num_workers: Number of processes that read ahead; 0 reads in this process.
+        prefetch_factor: Number of windows that each process reads ahead.
+        pin_memory: Whether to put micro-batches in pinned memory.
         epoch: The epoch that iteration starts with.
-        limit: Windows taken from an epoch, where the trainer takes fewer than there are.
-        text: A checksum of what is read, which a resume compares.
+        limit: Number of windows per epoch, if the trainer uses fewer than there are.
+        text: A checksum of the text, which a resume compares.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class TextWindowLoader:
         return self.window_sampler.windows_per_epoch
 
     def __iter__(self) -> Iterator[Window]:
-        """Yield windows from where the state stands; nothing happens before the first is asked for."""
+        """Yield windows from the current state on. Nothing happens before the first is requested."""
         stop = len(self) if self.limit is None else min(self.limit, len(self))
         self._cursor.begin(stop)
         keys = self.window_sampler.plan(self._cursor.epoch, self._cursor.delivered, stop)
@@ -109,15 +109,15 @@ class TextWindowLoader:
             yield window
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch, windows delivered, what the order depends on, and the sampler's state."""
+        """Return epoch, delivered windows, the settings of the order, and the sampler's state."""
         place = {**self._cursor.state_dict(), "windows_per_epoch": len(self)}
         return {**place, "order": self._order(), "sampler": self.window_sampler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where a state was taken.
+        """Continue from a state.
 
         Raises:
-            UserError: If an epoch had another number of windows then: the text or the windows were changed.
+            UserError: If an epoch had another number of windows then, because text or settings have changed.
         """
         if state["windows_per_epoch"] != len(self):
             raise UserError(
@@ -139,23 +139,23 @@ class TextWindowLoader:
         self.window_sampler.load_state_dict(state.get("sampler", {}))
 
     def _order(self) -> dict[str, Any]:
-        """Return what decides which sequence comes when."""
+        """Return the settings that decide the order of sequences."""
         lengths = hashlib.sha256(np.ascontiguousarray(self.reader.lengths).tobytes()).hexdigest()[:16]
         return {**self.window_sampler.settings(), "lengths": lengths, "text": self.text}
 
 
 class MicroBatchLoader:
-    """Yields every sequence once, in micro-batches of like lengths; for evaluation.
+    """Yields every sequence once, in micro-batches of similar lengths, for evaluation.
 
     The micro-batches come in a fixed random order, so that the first few are a fair sample.
 
-    On several ranks the micro-batches are dealt out without repeats; a rank that is short of one gets one
-    without a label, so that all take equally many steps.
+    On several ranks the micro-batches are distributed without repeats. A rank with one micro-batch less gets
+    one without labels, so that all ranks take equally many steps.
 
     Args:
-        reader: Gives dataset, lengths, collator and sizes.
-        num_workers: Processes that read ahead.
-        pin_memory: Whether micro-batches are put in pinned memory.
+        reader: Provides dataset, lengths, collator and sizes.
+        num_workers: Number of processes that read ahead.
+        pin_memory: Whether to put micro-batches in pinned memory.
     """
 
     def __init__(self, reader: WindowReader, num_workers: int = 0, pin_memory: bool = False) -> None:
@@ -190,7 +190,7 @@ class _ShareReader(Dataset[MicroBatch]):
 def build_loader(
     dataset: Dataset[Any], keys: Iterable[Any], num_workers: int, pin_memory: bool, prefetch_factor: int = 2
 ) -> DataLoader[Any]:
-    """Return a loader that reads `keys` in order, leaving the global random generator alone."""
+    """Return a loader that reads `keys` in order, without using the global random generator."""
     return DataLoader(
         dataset,
         batch_size=None,
@@ -205,10 +205,9 @@ def build_loader(
 
 
 def _leave_signals_to_the_run(worker: int) -> None:
-    """Let a signal that is sent to all processes of a run end a worker when the run ends, and not before.
+    """Keep a signal that is sent to all processes of a run from ending a worker before the run ends.
 
-    Ctrl-C and a closed terminal are ignored, and SIGTERM unless the run itself sends it, to be rid of this
-    worker.
+    Ignores SIGINT and SIGHUP, and also SIGTERM unless the run itself sends it to stop this worker.
     """
     del worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Windows: the micro-batches that make one optimizer update, and how a set of sequences is cut into them.
+"""Windows: the micro-batches of one optimizer update, and how sequences are cut into them.
 
 sampler: which sequences make update k, planned in the main process
     -> shard_window: which rank takes which, cut into micro-batches that fit
@@ -22,32 +22,31 @@ from andrea_pl.errors import UserError
 class Window(list[Any]):
     """The micro-batches of one update.
 
-    Only an instance of this class is a window; any other batch is a window of one.
+    Any other batch is treated as a window with one micro-batch.
     """
 
     @property
     def micro_batches(self) -> list[Any]:
-        """The micro-batches, as callbacks ask for them."""
+        """The micro-batches, for callbacks."""
         return list(self)
 
 
 class EpochCursor:
-    """Where a resumable loader stands: the epoch, and the windows of it that were delivered.
+    """The position of a resumable loader: the epoch, and the number of its delivered windows.
 
-    Iterating anew means the next epoch, unless the state was just loaded: then it means the rest of that
-    epoch, or the next one where nothing is left. Asking for an iterator changes nothing; taking the first
-    window does.
+    A new iteration is the next epoch. After loading a state it is the rest of that epoch, or the next one if
+    nothing is left. Making an iterator changes nothing; taking its first window does.
     """
 
     def __init__(self, epoch: int = 0) -> None:
         self.epoch = epoch
         self.delivered = 0
         self.reached = 0
-        """The epoch that the next new epoch is at least, since training has come so far."""
+        """Lower bound of the next new epoch, from the progress of training."""
         self._restored = False
 
     def begin(self, length: int | None) -> None:
-        """Take up the epoch that an iteration starts with, of `length` windows, None if unknown."""
+        """Start an iteration's epoch of `length` windows, None if unknown."""
         is_over = length is not None and self.delivered >= length
         if self.delivered and (is_over or not self._restored):
             self.epoch += 1
@@ -57,23 +56,23 @@ class EpochCursor:
         self._restored = False
 
     def finish(self) -> None:
-        """Count an epoch whose length nobody knew as over."""
+        """Record the end of an epoch of unknown length."""
         self.epoch += 1
         self.delivered = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return epoch and windows delivered."""
+        """Return epoch and number of delivered windows."""
         return {"epoch": self.epoch, "delivered": self.delivered}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where a state was taken."""
+        """Continue from a state."""
         self.epoch = state["epoch"]
         self.delivered = state["delivered"]
         self._restored = True
 
 
 class WindowSampler(Protocol):
-    """Decides which sequences make which update, the same on every rank; lives in the main process."""
+    """Decides which sequences make which update, the same on every rank. Used only in the main process."""
 
     @property
     def windows_per_epoch(self) -> int:
@@ -83,36 +82,36 @@ class WindowSampler(Protocol):
     def plan(self, epoch: int, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
         """Yield the numbers of the sequences of windows `start` to `stop` of an epoch.
 
-        Workers that read ahead ask ahead; what was asked for and never delivered is asked for again.
+        Loaders that read ahead request windows ahead. After a resume, undelivered ones are requested again.
         """
         ...
 
     def deliver(self) -> None:
-        """Learn that the next planned window is handed over to training."""
+        """Record that the next planned window is handed to training."""
         ...
 
     def settings(self) -> dict[str, Any]:
-        """Return what the windows depend on, besides the lengths of the sequences."""
+        """Return the settings that the windows depend on, besides the sequences' lengths."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the windows not yet delivered depend on, besides epoch and index."""
+        """Return the state that undelivered windows depend on, besides epoch and index."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where a state was taken."""
+        """Continue from a state."""
         ...
 
 
 class EpochSampler:
-    """Draws the sequences of each update without replacement, in an order that seed and epoch alone decide.
+    """Draws the sequences of each update without replacement, in an order that depends on seed and epoch.
 
     Args:
         count: Number of sequences.
-        sequences_per_update: Sequences in a window; the last window of an epoch takes what is left.
-        seed: Decides the orders.
-        shuffle: False for the order of the data, in every epoch.
-        repeat: Whether every epoch takes the order of the first, as `overfit_batches` asks.
+        sequences_per_update: Number of sequences in a window; the last window of an epoch may have fewer.
+        seed: Seed of the orders.
+        shuffle: Whether to shuffle each epoch.
+        repeat: Whether every epoch has the order of the first, as for `overfit_batches`.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class EpochSampler:
 
     @property
     def windows_per_epoch(self) -> int:
-        """Number of windows, the short last one included."""
+        """Number of windows, including a shorter last one."""
         return -(-self.count // self.sequences_per_update)
 
     def plan(self, epoch: int, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
@@ -138,19 +137,19 @@ class EpochSampler:
             yield order[place : place + self.sequences_per_update]
 
     def deliver(self) -> None:
-        """Nothing depends on what was delivered."""
+        """Do nothing: windows do not depend on earlier deliveries."""
 
     def settings(self) -> dict[str, Any]:
-        """Return what the windows depend on."""
+        """Return the settings that the windows depend on."""
         names = ("count", "sequences_per_update", "seed", "shuffle", "repeat")
         return {name: getattr(self, name) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: epoch and index say all."""
+        """Return an empty state: epoch and index suffice."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take nothing."""
+        """Do nothing."""
         del state
 
     def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
@@ -163,15 +162,16 @@ class EpochSampler:
 
 
 def pack(lengths: Sequence[int] | NDArray[np.int64], budget: int, most: int | None = None) -> list[list[int]]:
-    """Cut sequences, longest first, into micro-batches whose padded size fits.
+    """Cut sequences, longest first, into micro-batches whose padded size fits a budget.
 
     Args:
-        lengths: Tokens in each sequence.
-        budget: Most padded tokens (rows times the longest) in a micro-batch; a longer sequence goes alone.
-        most: Most sequences in a micro-batch, None for no limit.
+        lengths: Number of tokens of each sequence.
+        budget: Maximum number of padded tokens (rows times longest) in a micro-batch. A longer sequence gets
+            its own micro-batch.
+        most: Maximum number of sequences in a micro-batch, None for no limit.
 
     Returns:
-        Positions in `lengths`, each once.
+        For each micro-batch indices into `lengths`; each index occurs once.
     """
     cut: list[list[int]] = []
     width = 0
@@ -187,13 +187,13 @@ def pack(lengths: Sequence[int] | NDArray[np.int64], budget: int, most: int | No
 def shard_window(
     lengths: Sequence[int] | NDArray[np.int64], budget: int, most: int | None, world_size: int
 ) -> list[list[list[int]]]:
-    """Deal the sequences of one window to the ranks and cut each share into equally many micro-batches.
+    """Distribute the sequences of a window to the ranks, and cut each share into equally many micro-batches.
 
-    Sequences are dealt longest first, so that ranks get like work. A rank with fewer micro-batches gets empty
-    ones, which the loader fills with a sequence that has no label.
+    Sequences are distributed longest first, so that ranks get similar work. A rank with fewer micro-batches
+    gets empty ones, which the loader fills with a sequence without labels.
 
     Returns:
-        For each rank its micro-batches, as positions in `lengths`; each position appears once in all.
+        For each rank its micro-batches, as indices into `lengths`; each index occurs once in total.
     """
     order: NDArray[np.int64] = np.argsort(-np.asarray(lengths), kind="stable")
     shares: list[list[list[int]]] = []
@@ -208,17 +208,16 @@ def shard_window(
 class WindowLoader:
     """Turns a loader of micro-batches into a loader of windows.
 
-    The tail of an epoch is a shorter window. The order of every epoch is repeatable: a
-    `torch.utils.data.DataLoader` that shuffles without a generator of its own is given one, seeded by `seed`
-    and the epoch. The state counts windows delivered; on resume the inner loader is read again up to that
-    place.
+    The last window of an epoch may be shorter. The order of every epoch is repeatable: a
+    `torch.utils.data.DataLoader` that shuffles without its own generator gets one, seeded by `seed` and the
+    epoch. The state counts delivered windows; a resume reads the inner loader again up to that window.
 
     Args:
         loader: Yields micro-batches. On several ranks it must be sharded: a `DataLoader` with a
-            `DistributedSampler`, or any loader with a true attribute `sharded`, giving every rank equally
+            `DistributedSampler`, or any loader with a true attribute `sharded` that gives every rank equally
             many micro-batches.
-        accumulate: Micro-batches in a window.
-        seed: Decides the order where the inner loader leaves it open.
+        accumulate: Number of micro-batches in a window.
+        seed: Seed of the order, if the inner loader does not determine it.
 
     Raises:
         UserError: If `accumulate` is less than 1, or on several ranks the loader is not sharded.
@@ -231,9 +230,9 @@ class WindowLoader:
         self.accumulate = accumulate
         self.seed = seed
         self.repeat = False
-        """Whether every epoch takes the order of the first, as `overfit_batches` asks."""
+        """Whether every epoch has the order of the first, as for `overfit_batches`."""
         self.limit: int | None = None
-        """Windows taken from an epoch, where the trainer takes fewer than there are."""
+        """Number of windows per epoch, if the trainer uses fewer than there are."""
         self._cursor = EpochCursor()
         self._start: dict[str, torch.Tensor] = {}
         self._restored: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
@@ -249,7 +248,7 @@ class WindowLoader:
         return -(-len(cast(Sized, self.loader)) // self.accumulate)
 
     def __iter__(self) -> Iterator[Window]:
-        """Yield windows from where the state stands."""
+        """Yield windows from the current state on."""
         length = self._length()
         mid_epoch, between_epochs = self._restored
         self._restored = ({}, {})
@@ -282,14 +281,14 @@ class WindowLoader:
             yield window
 
     def reach_epoch(self, epoch: int) -> None:
-        """Learn which epoch training has come to, so that a loader made for it does not start with the first.
+        """Set the epoch of training, so that a newly made loader does not start with the first.
 
-        An epoch that has begun goes on, and a loader that is further stays there, as in a second fit.
+        A started epoch continues, and a loader that is further stays there, as in a second fit.
         """
         self._cursor.reached = epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the inner loader's samplers and dataset which epoch it is, where they want to know."""
+        """Call `set_epoch` of the inner loader's samplers and dataset, if they have it."""
         batch_sampler = getattr(self.loader, "batch_sampler", None)
         inner = (
             self.loader,
@@ -304,7 +303,7 @@ class WindowLoader:
                 method(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch, windows delivered, and the generators' states at the start of the epoch and now."""
+        """Return epoch, delivered windows, and the generators' states at the start of the epoch and now."""
         now = {name: generator.get_state() for name, generator in self._generators().items()}
         return {
             **self._cursor.state_dict(),
@@ -314,10 +313,10 @@ class WindowLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where a state was taken.
+        """Continue from a state.
 
         Raises:
-            UserError: If the windows had another size then.
+            UserError: If windows had another size then.
         """
         if state["accumulate"] != self.accumulate:
             raise UserError(
@@ -360,7 +359,7 @@ class WindowLoader:
             )
 
     def _generators(self) -> dict[str, torch.Generator]:
-        """Return the generators that decide the inner order, ours put in where a DataLoader has none."""
+        """Return the generators that decide the inner order; a DataLoader without one gets ours."""
         if not isinstance(self.loader, DataLoader):
             return {}
         loader = cast("DataLoader[Any]", self.loader)
@@ -380,7 +379,7 @@ class WindowLoader:
         return found
 
     def _prepare_generators(self, restored: dict[str, torch.Tensor]) -> None:
-        """Bring every generator to the state of the epoch's start, and remember that state."""
+        """Set every generator to its state at the epoch's start, and remember that state."""
         found = self._generators()
         if self._generator is not None:
             epoch = 0 if self.repeat else self._cursor.epoch

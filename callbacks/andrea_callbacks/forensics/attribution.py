@@ -1,4 +1,4 @@
-"""Whose gradient it is: each sequence's and each source's part of an update's gradient.
+"""Attributes an update's gradient to its sequences and sources.
 
 With g the gradient of the update and g_i the part of sequence i, g = sum of g_i:
 
@@ -33,26 +33,26 @@ class Part:
     """A part of a gradient."""
 
     identity: Identity
-    """Of the sequence, the micro-batch, or the source."""
+    """Identity of the sequence, the micro-batch, or the source."""
     loss: float
-    """Its loss, summed, in the replay's unit."""
+    """Its summed loss, in the replay's unit."""
     norm: float
     share: float
     cosine: float
     without: float
-    """Norm of the update's gradient, had this part not been there."""
+    """Norm of the update's gradient without this part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """An update's gradient by its parts, the largest share first."""
+    """An update's gradient by parts, the largest share first."""
 
     sequences: list[Part]
     sources: list[Part]
     norm: float
-    """Of the gradient that the parts add up to."""
+    """Norm of the sum of the parts."""
     agreement: float | None
-    """Cosine between the gradient of the replay and that of the update; None where that is gone already."""
+    """Cosine between the gradients of replay and update; None if the update's is gone already."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON takes it."""
@@ -69,19 +69,19 @@ def attribute(
     norm: float,
     identify: NameFunction | None = None,
 ) -> Attribution:
-    """Run an update's micro-batches again, one backward pass a sequence, and compare with the gradient.
+    """Run an update's micro-batches again, one backward pass per sequence, and compare with the gradient.
 
-    The replayed parts are brought to the gradient's scale by one factor for all. All ranks must call this
-    together. Random states, buffers, modes and `.grad` stay as they are.
+    One common factor scales the replayed parts to the gradient. All ranks must call this together. Random
+    states, buffers, modes and `.grad` do not change.
 
     Args:
-        trainer: Of the run.
-        pl_module: With the weights of the update.
-        window: Its micro-batches, those of this rank.
-        losses_of: Their losses, (B,) each, or 0-d.
-        parameters: Those of the optimizer.
-        whole: The update's gradient, alike on all ranks; None where it is gone.
-        norm: Its norm.
+        trainer: The run's trainer.
+        pl_module: The module, with the weights of the update.
+        window: The update's micro-batches on this rank.
+        losses_of: Returns a micro-batch's losses, (B,) or 0-d.
+        parameters: The optimizer's parameters.
+        whole: The update's gradient, the same on all ranks; None if it is gone.
+        norm: The norm of the update's gradient.
         identify: Names the rows of a micro-batch.
     """
     parameters = [each for each in parameters if each.requires_grad]
@@ -149,9 +149,9 @@ def _replayed(
 
 
 def together(stage: Callable[[], T]) -> T:
-    """Run a stage of a rank's own work; where it raises on one rank, it raises on all.
+    """Run one stage of each rank's own work. If it raises on one rank, it raises on all.
 
-    All ranks must call this together; afterwards they can go on to the next reduction.
+    All ranks must call this together. Afterwards they can safely enter the next reduction.
     """
     result: T | None = None
     fault: Exception | None = None
@@ -202,7 +202,7 @@ def _sources(
     ruler: _Ruler,
     sequences: list[Part],
 ) -> list[Part]:
-    """Return the parts of sources, one pass over the window for each, so that one gradient is held."""
+    """Return the parts of sources, with one pass over the window for each, to hold only one gradient."""
     names = sorted({part.identity["source"] for part in sequences if "source" in part.identity})
     parts: list[Part] = []
     rank = torch.distributed.get_rank() if is_distributed() else 0
@@ -244,7 +244,7 @@ def _over_ranks(total: list[Tensor]) -> list[Tensor]:
 
 
 def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    """Return the inner product of two lists of tensors, added up in float64; its real part."""
+    """Return the real part of the inner product of two lists of tensors, summed in float64."""
     sums = [
         torch.dot(_flat(a).to(widest(a.device)), _flat(b).to(widest(b.device))).cpu()
         for a, b in zip(left, right, strict=True)

@@ -1,4 +1,4 @@
-"""The tensors in whatever a project's batches and outputs are made of, and NaN and Inf in them."""
+"""Finds tensors in batches and outputs of any structure, and NaN and Inf in them."""
 
 import dataclasses
 import sys
@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 DEEPEST = 8
-"""Levels of containers and records that are looked into."""
+"""Levels of nesting that are searched."""
 
 
 def named_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a value with their places in it, such as `inputs.x[0]`.
+    """Yield the tensors in a value with their paths, such as `inputs.x[0]`.
 
-    Looks into mappings, lists, tuples, named tuples, dataclasses, attrs classes, and the attributes of other
-    objects; arrays of NumPy and lists of floats count as tensors. Properties are not evaluated, and iterators
+    Searches mappings, lists, tuples, named tuples, dataclasses, attrs classes, and the attributes of other
+    objects. NumPy arrays and lists of floats count as tensors. Properties are not evaluated, and iterators
     are not advanced.
 
     Args:
-        value: A batch, or what a module returned.
+        value: A batch, or a module's output.
     """
     yield from _walk(value, "", DEEPEST, set())
 
@@ -51,13 +51,13 @@ def _walk(value: Any, place: str, depth: int, seen: set[int]) -> Iterator[tuple[
 
 
 def _is_leaf(value: Any) -> bool:
-    """Say whether a value holds no tensors of its own, or is part of the project rather than of its data."""
+    """Return whether a value cannot hold tensors of a batch, such as a module or a string."""
     kinds = (str, bytes, int, float, complex, type(None), type, ModuleType, nn.Module, Optimizer, torch.dtype)
     return isinstance(value, kinds) or callable(value)
 
 
 def _as_tensor(value: Any) -> Tensor | None:
-    """Return an array of NumPy's or a list of floating-point numbers as a tensor, None for anything else."""
+    """Return a NumPy array or a list of floats as a tensor, None for anything else."""
     if isinstance(value, (list, tuple)):
         items = cast("list[Any]", value)
         is_plain = bool(items) and all(type(each) is float for each in items)
@@ -69,7 +69,7 @@ def _as_tensor(value: Any) -> Tensor | None:
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
-    """Return the parts of a container or record with their names; one that cannot be read is left out."""
+    """Return the parts of a container or record with their names, without those that cannot be read."""
     fields = _attempt(partial(getattr, value, "_fields")) if isinstance(value, tuple) else None
     if isinstance(value, Mapping):
         mapping = cast("Mapping[Any, Any]", value)
@@ -93,7 +93,7 @@ def _spell_key(key: Any) -> str:
 
 
 def _attempt(read: Callable[[], Any]) -> Any:
-    """Return what somebody's code gives, None where it raises."""
+    """Return the result of the project's code, None if it raises."""
     try:
         return read()
     except Exception:  # a property that raises, or a lazy mapping
@@ -101,7 +101,7 @@ def _attempt(read: Callable[[], Any]) -> Any:
 
 
 def _names(value: Any) -> list[str]:
-    """Return the names of what a record keeps, in their order."""
+    """Return the names of a record's fields in order."""
     kind = cast("type[Any]", type(value))
     if dataclasses.is_dataclass(kind):
         return [each.name for each in dataclasses.fields(kind)]  # without InitVar and ClassVar
@@ -112,7 +112,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return what an object keeps in its `__dict__`, if it has one."""
+    """Return the attributes in an object's `__dict__`, if it has one."""
     return _attempt(partial(vars, value)) or {}
 
 
@@ -134,19 +134,19 @@ class Fault:
     """NaN or Inf in a tensor of a batch."""
 
     key: str
-    """Where in the batch the tensor is; empty for a batch that is a tensor."""
+    """The tensor's path in the batch; empty if the batch itself is a tensor."""
     value: str
     """`NaN` or `Inf`."""
     rows: tuple[int, ...]
-    """Of the tensor's first dimension, from 0; empty for a 0-d tensor."""
+    """Indices in the tensor's first dimension, from 0; empty for a 0-d tensor."""
     length: int
-    """Rows of the tensor."""
+    """Number of rows of the tensor."""
 
 
 def faults_in(batch: Any) -> list[Fault]:
-    """Return the tensors of a batch that have NaN or Inf; additive masks, of zeros and -Inf, are none.
+    """Return the tensors of a batch that hold NaN or Inf, except additive masks of zeros and -Inf.
 
-    The host waits for a device. Kinds of tensors that cannot be looked into are passed over.
+    The host waits for the device. Tensors of kinds that cannot be read are skipped.
     """
     found: list[Fault] = []
     for key, tensor in named_tensors(batch):
@@ -177,7 +177,7 @@ def _fault_of(key: str, tensor: Tensor) -> Fault | None:
 
 
 def real_view(tensor: Tensor) -> Tensor | None:
-    """Return a tensor's values, dense and real, None where it is of whole numbers or has no data."""
+    """Return a tensor's values, dense and real; None for integers and for tensors without data."""
     values = tensor.detach()
     if values.is_meta or not (values.is_floating_point() or values.is_complex()):
         return None
@@ -187,7 +187,7 @@ def real_view(tensor: Tensor) -> Tensor | None:
 
 
 def kind_of(tensor: Tensor, with_negative: bool = True) -> str | None:
-    """Return `NaN` or `Inf` for a tensor that has one, None for one that has neither."""
+    """Return `NaN` or `Inf` if a tensor has one, else None."""
     values = real_view(tensor)
     if values is None:
         return None
@@ -198,5 +198,5 @@ def kind_of(tensor: Tensor, with_negative: bool = True) -> str | None:
 
 
 def is_mask(values: Tensor) -> bool:
-    """Say whether real values are an additive mask: zeros and -Inf, and nothing else."""
+    """Return whether real values are an additive mask: only zeros and -Inf."""
     return bool(((values == 0) | (values == float("-inf"))).all())

@@ -1,15 +1,15 @@
-"""Whether samples are text: a score that sees a collapse to a few words, which the loss does not.
+"""Scores whether a sample is text. The score sees a collapse to a few words, which the loss does not.
 
 of 100 points   35  distinct pairs of neighbouring words, both known, over all pairs
                 35  distinct triples, all known, over all triples
                 20  distinct known words over half the number of words
                 10  distinct characters over an eighth of the number of characters
 
-Only known words count, so that noise is not taken for variety; only distinct ones, so that one word said over
-and over is not taken for text. The known words are those of the training text. Noise has short words by
-chance, between its symbols: the first three parts count by the square of the share of characters in known
-words, with full marks from 60 % on. What is shorter than ten words or eighty characters is scored as if it
-were that long.
+Only known words count, so that noise does not pass for variety. Only distinct ones count, so that one
+repeated word does not pass for text. The known words are those of the training text. Since noise contains
+short words by chance, the first three parts are multiplied by the square of the share of characters in known
+words, with full marks from 60 %. A text shorter than ten words or eighty characters is scored as if it were
+that long.
 """
 
 import re
@@ -24,7 +24,7 @@ SPACELESS = (
     "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # Han
     "\U00020000-\U0003134f"
 )
-"""Scripts that put no spaces between words; their units are pairs of neighbouring characters."""
+"""Scripts without spaces between words. Their units are pairs of neighbouring characters."""
 
 _RUNS = re.compile(rf"[{SPACELESS}]+|[^\W\d_{SPACELESS}]+")
 _SPACELESS = re.compile(rf"[{SPACELESS}]")
@@ -33,13 +33,13 @@ SHORTEST_WORDS = 10
 SHORTEST_CHARACTERS = 80
 
 FULL_WORDS = 0.5
-"""Distinct known words over words that earn full marks: text repeats its small words."""
+"""Ratio of distinct known words to words that earns full marks. Real text repeats its small words."""
 
 FULL_COVERAGE = 0.6
-"""Share of characters, without spaces, in known words that earns full marks; random bytes have some 0.2."""
+"""Share of characters, without spaces, in known words that earns full marks. Random bytes have about 0.2."""
 
 FULL_CHARACTERS = 1 / 8
-"""Distinct characters over characters that earn full marks, of at most 400 characters."""
+"""Ratio of distinct characters to characters that earns full marks, over at most 400 characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Coherence:
     trigrams: float
     """Of 35."""
     words: float | None
-    """Of 20; None where no known words are at hand, and the others make up the score."""
+    """At most 20; None without known words, when the other parts make up the score."""
     characters: float
     """Of 10."""
 
@@ -80,7 +80,7 @@ def units(text: str) -> list[str]:
 
 
 def known_units(texts: Iterable[str]) -> set[str]:
-    """Return the words, or pairs of characters, of texts, each once."""
+    """Return the distinct units of texts: words, or pairs of characters."""
     return {unit for text in texts for unit in units(text)}
 
 
@@ -88,9 +88,9 @@ def score_coherence(text: str, known: Collection[str] | None) -> Coherence:
     """Score a text.
 
     Args:
-        text: A sample, some hundred characters long.
-        known: What `known_units` makes of the training text; a set, for speed. None where it is not at hand:
-            any word counts then, and noise passes for variety.
+        text: A sample of a few hundred characters.
+        known: The result of `known_units` for the training text, as a set for speed. With None, any word
+            counts, and noise passes for variety.
     """
     words = units(text)
     is_known = [True] * len(words) if known is None else [word in known for word in words]

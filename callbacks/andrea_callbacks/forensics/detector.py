@@ -1,10 +1,10 @@
-"""A robust judge of a positive figure such as the gradient's norm: what is typical, and what is a spike.
+"""Tells spikes of a positive figure, such as the gradient's norm, from typical values, robustly.
 
 log x of an update = level + offset of its mixture + excess after a shift + scatter
 
 level    median over the last settled updates; follows the training
 offset   median over the mixture's own updates: sources differ, and a switch between them is no spike
-excess   median over updates that came as soon after a switch: what was forgotten makes the first ones large
+excess   median over updates equally soon after a switch: what the model forgot makes the first ones large
 scatter  median absolute deviation of what is left, for updates as soon after a switch
 """
 
@@ -24,27 +24,27 @@ NORMAL_TAIL = 1.645
 """Distance from the median to the 95th percentile of a normal distribution, in standard deviations."""
 
 MOST_TAIL = 3.0
-"""A tail counts as at most so many times what the median absolute deviation says."""
+"""Upper bound of a tail, as a multiple of what the median absolute deviation implies."""
 
 MEDIAN_SPREAD = math.pi / 2
 """Variance of a median over that of a mean, of normal values."""
 
 SHIFTS = (0.3, 0.5)
-"""Shifts from which on an update belongs to the second and the third class: unsettled, and just switched."""
+"""Smallest shifts of the second and third class of updates: unsettled, and just switched."""
 
 
 Mixture = tuple[tuple[str, int], ...]
-"""Sources in the order of their names, with their shares rounded to quarters."""
+"""Sources in alphabetical order, with shares rounded to quarters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Circumstances:
-    """What an update was made of, as far as it bears on what is typical."""
+    """The composition of an update, as far as it affects what is typical."""
 
     mixture: "Mixture" = ()
-    """Which sources, in which shares."""
+    """The sources and their shares."""
     shift: float = 0.0
-    """How far the shares are from those of the updates just before, from 0 to 1 (total variation)."""
+    """Distance of the shares from those of the last updates, from 0 to 1 (total variation)."""
 
     @property
     def age(self) -> int:
@@ -54,13 +54,13 @@ class Circumstances:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a detector thinks of a value."""
+    """A detector's verdict on a value."""
 
     is_spike: bool
     typical: float | None
-    """What was to be expected, None where too little is known of the circumstances to say."""
+    """The expected value, None if too little is known to say."""
     score: float | None
-    """Distance from it in log space, in standard deviations."""
+    """Distance from the expected value in log space, in standard deviations."""
 
 
 SETTLED = Circumstances()
@@ -68,34 +68,34 @@ UNKNOWN = Verdict(is_spike=False, typical=None, score=None)
 
 
 class SpikeDetector:
-    """Judges values; what it is told to take in becomes what is typical.
+    """Judges values against what it has learnt as typical.
 
-    Values that are not finite or not positive are no spikes and are never taken in; the caller keeps spikes
-    out.
+    Values that are not finite or not positive are never spikes and are never learnt. The caller must not
+    have it learn spikes.
 
-    Medians and median absolute deviations of logarithms, since both withstand what has slipped in (Leys et
-    al., 2013).
+    The statistics are medians and median absolute deviations of logarithms, since both resist outliers (Leys
+    et al., 2013).
 
     Args:
-        threshold: Standard deviations above the expected logarithm from which on a value is a spike.
-        ratio: A spike is at least this many times the typical value.
-        history: Values that each mixture's offset is taken from; scatter takes half as many, and the level a
+        threshold: Standard deviations above the expected logarithm that make a value a spike.
+        ratio: Least ratio of a spike to the typical value.
+        history: Values that each mixture's offset covers. The scatter covers half as many, and the level a
             sixth, so that it follows the training.
-        min_history: Values seen in all before any is judged.
-        patience: After this many spikes in a row the level has changed: what was known is forgotten.
+        min_history: Total number of values before any is judged.
+        patience: Consecutive spikes after which the level has changed, and everything is learnt again.
 
     Raises:
         ValueError: If an option is out of range; the message names it.
     """
 
     MIN_SCATTER = 0.02
-    """Standard deviations of a logarithm under this are taken for it."""
+    """Lower bound of the standard deviation of a logarithm."""
     LITTLE_KNOWN = 0.5
-    """Standard deviation where there are fewer than five values of an age to tell it from."""
+    """Standard deviation assumed with fewer than five values."""
     MIN_OF_MIXTURE = 3
     """Values of a mixture before it is judged."""
     NEIGHBOURHOOD = 1.0
-    """Quarters that may lie between a mixture and those that speak for it where it is rare."""
+    """Largest distance, in quarters, of mixtures whose values stand in for those of a rare mixture."""
     MOST_MIXTURES = 256
 
     def __init__(
@@ -120,7 +120,7 @@ class SpikeDetector:
         self.start_afresh()
 
     def judge(self, value: float, of: Circumstances = SETTLED) -> Verdict:
-        """Judge a value without taking it in."""
+        """Judge a value without learning from it."""
         offsets = self._known_offsets(of.mixture)
         if not _can_be_judged(value) or self._taken < self.min_history:
             return UNKNOWN
@@ -137,7 +137,7 @@ class SpikeDetector:
         return Verdict(is_spike=is_spike, typical=typical, score=score)
 
     def take_in(self, value: float, of: Circumstances = SETTLED) -> None:
-        """Learn from a value that is no spike."""
+        """Learn from a value that is not a spike."""
         if not _can_be_judged(value):
             return
         self.in_a_row = 0
@@ -158,7 +158,7 @@ class SpikeDetector:
             self._offsets.popitem(last=False)
 
     def pass_over(self) -> bool:
-        """Count a spike; say whether there were so many in a row that they are what is typical now."""
+        """Count a spike; return whether so many came in a row that the level has changed."""
         self.in_a_row += 1
         return self.in_a_row >= self.patience
 
@@ -184,7 +184,7 @@ class SpikeDetector:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where a state was taken."""
+        """Continue from a saved state."""
         self.start_afresh()
         self._levels.extend(state["levels"])
         for kept, values in zip(self._left, state["left"], strict=True):
@@ -232,7 +232,7 @@ class SpikeDetector:
 
 
 class MixtureTracker:
-    """Tells what each update was made of, and how far that is from the updates just before.
+    """Describes each update's composition, and how far it is from that of the last updates.
 
     Args:
         memory: Weight of the newest update in the running mean of shares.
@@ -241,13 +241,13 @@ class MixtureTracker:
     def __init__(self, memory: float = 0.25) -> None:
         self.memory = memory
         self.mean: dict[str, float] = {}
-        """Shares of the sources in the updates just before."""
+        """Shares of the sources in the last updates."""
 
     def follow(self, amounts: Mapping[str, float]) -> Circumstances:
         """Take the sources of the next update.
 
         Args:
-            amounts: Tokens or sequences of each source, in any unit; empty where sources are not known.
+            amounts: Tokens or sequences of each source, in any unit; empty if sources are unknown.
         """
         whole = sum(amounts.values())
         shares = {name: amount / whole for name, amount in amounts.items() if amount} if whole else {}
@@ -264,7 +264,7 @@ class MixtureTracker:
 
 
 def mixture_of(amounts: Mapping[str, float]) -> Mixture:
-    """Return a mixture by its sources' shares, rounded to quarters.
+    """Return the mixture of sources with shares rounded to quarters.
 
     Args:
         amounts: Tokens or sequences of each source, in any unit.
@@ -278,7 +278,7 @@ def mixture_of(amounts: Mapping[str, float]) -> Mixture:
 
 
 def _distance(one: Mixture, two: Mixture) -> float:
-    """Return how many quarters lie between two mixtures."""
+    """Return the distance between two mixtures in quarters."""
     first, second = dict(one), dict(two)
     return sum(abs(first.get(name, 0) - second.get(name, 0)) for name in first.keys() | second.keys()) / 2
 

@@ -1,4 +1,4 @@
-"""Where a NaN or Inf came from: looked for in the batches, then by running the update again."""
+"""Searches where a NaN or Inf came from: first in the batches, then by running the update again."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -65,16 +65,16 @@ class Investigation:
         window: UpdateWindow | None,
         sound: UpdateWindow | None,
     ) -> str | None:
-        """Search for the origin of a fault and write a report; return in words what was found.
+        """Search for the origin of a fault and write a report; return the finding in words.
 
         Args:
             trainer: The trainer.
-            update: Which update it is.
+            update: The update's number.
             fault: What was not finite.
-            state: A tensor of weights or optimizer state that is at fault, which is reported as it is: its
-                fault has no origin in the update. None for a loss or a gradient.
-            window: What went into the update; None where it is gone.
-            sound: What went into an update before, if that was sound.
+            state: The bad tensor of the weights or the optimizer state. It is only reported, since its fault
+                has no origin in this update. None for a loss or a gradient.
+            window: The update's micro-batches; None if they are gone.
+            sound: The micro-batches of an earlier update that was sound.
         """
         report: dict[str, Any] = {"kind": "nonfinite", "update": update, "fault": fault}
         bundle, found, failed = Bundle(figures=report), list[dict[str, Any]](), list[str]()
@@ -106,8 +106,8 @@ class Investigation:
     ) -> list[dict[str, Any]]:
         """Return what is not finite in this rank's micro-batches themselves.
 
-        What the batches of the update before had too is left out if that update was sound: NaN may stand for
-        a missing target.
+        Faults that the previous update's batches had too do not count if that update was sound: NaN may stand
+        for a missing target.
         """
         micro_batches = [] if window is None else window.micro_batches
         before = [] if sound is None else sound.micro_batches
@@ -141,7 +141,7 @@ class Investigation:
     def _replay(
         self, trainer: pl.Trainer, window: UpdateWindow | None, bundle: Bundle
     ) -> list[dict[str, Any]]:
-        """Return what is known of the fault's origin on this rank."""
+        """Return this rank's findings about the fault's origin."""
         module = trainer.lightning_module
         losses_of = loss_function(module, self._options.replay)
         if window is None:
@@ -177,7 +177,7 @@ class Investigation:
 
 
 def _spell_rows(number: int, count: int, rows: list[Identity]) -> str:
-    """Return a micro-batch and its rows, the first of them by its name, as a person reads it."""
+    """Return a readable description of a micro-batch and its rows, the first of them by name."""
     where = f"micro-batch {number} of {count}"
     if rows:
         first, rest = rows[0], f" and {len(rows) - 1} more" if len(rows) > 1 else ""
@@ -187,7 +187,7 @@ def _spell_rows(number: int, count: int, rows: list[Identity]) -> str:
 
 
 def spell_bad_loss(flags: list[float]) -> str:
-    """Return which loss was not finite, by a flag for each of this rank's micro-batches."""
+    """Return which loss was not finite, given one flag per micro-batch of this rank."""
     bad = next((place for place, flag in enumerate(flags, start=1) if flag), None)
     if bad is None:
         return "the loss of another rank's micro-batch"
@@ -195,9 +195,9 @@ def spell_bad_loss(flags: list[float]) -> str:
 
 
 def first_bad_state(module: pl.LightningModule, optimizer: Optimizer) -> tuple[str, Tensor] | None:
-    """Return name and values of the first tensor of weights and optimizer state with a NaN or Inf; waits.
+    """Return name and values of the first tensor of weights and optimizer state with a NaN or Inf.
 
-    Alike on all ranks, which must call this together.
+    Waits for the device. The result is the same on all ranks, which must call this together.
     """
     named = list(_state_tensors(module, optimizer))
     if not named:
@@ -207,7 +207,7 @@ def first_bad_state(module: pl.LightningModule, optimizer: Optimizer) -> tuple[s
 
 
 def _state_tensors(pl_module: pl.LightningModule, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and values of weights and optimizer state, floating-point ones."""
+    """Yield names and values of the floating-point tensors of weights and optimizer state."""
     names = {id(each): name for name, each in pl_module.named_parameters()}
     for parameter in optimizer_parameters(optimizer):
         name = names.get(id(parameter), "a parameter")
@@ -220,5 +220,5 @@ def _state_tensors(pl_module: pl.LightningModule, optimizer: Optimizer) -> Itera
 
 
 def _nonfinite_counts(tensors: list[Tensor]) -> Tensor:
-    """Return (T,) how many elements of each tensor are NaN or Inf, on the first one's device."""
+    """Return (T,) numbers of NaN and Inf elements of each tensor, on the first one's device."""
     return squared_norms([real_values(each) for each in tensors])[:, 1].contiguous()

@@ -1,9 +1,9 @@
-"""Where a NaN or Inf came from: the first micro-batch, module, parameter and sequences that had it.
+"""Finds where a NaN or Inf came from: the first micro-batch, module, parameter and sequences that had it.
 
 each micro-batch again ──> a forward hook on every module: the first bad output
                        ──> losses (B,): which sequences
-                       ──> gradients in the order in which the backward pass makes them: the first bad one,
-                           then sequence by sequence: whose it is
+                       ──> gradients in the order of the backward pass: the first bad one,
+                           then sequence by sequence: which of them caused it
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -26,11 +26,11 @@ class Origin:
 
     phase: Literal["forward", "loss", "backward"]
     micro_batch: int
-    """From 1, on this rank."""
+    """The micro-batch's number on this rank, from 1."""
     value: str
     """`NaN` or `Inf`."""
     rows: tuple[int, ...] = ()
-    """Sequences of the micro-batch, from 0; empty where the losses do not tell them apart."""
+    """Bad sequences of the micro-batch, from 0; empty if the losses do not tell them apart."""
     module: str | None = None
     """The first module whose output was bad, in the forward pass."""
     parameter: str | None = None
@@ -55,9 +55,9 @@ class Origin:
 def find_origin(
     trainer: pl.Trainer, pl_module: pl.LightningModule, window: UpdateWindow, losses_of: LossFunction
 ) -> Origin | None:
-    """Run an update's micro-batches again until the fault comes; None where it does not come again.
+    """Run an update's micro-batches again until the fault appears; return None if it does not.
 
-    Weights must be those of the update. Random states, buffers, modes and `.grad` stay as they are.
+    The weights must be those of the update. Random states, buffers, modes and `.grad` do not change.
     """
     with undisturbed(trainer, pl_module):
         for number, _, run in run_again(losses_of, window, pl_module.device):
@@ -127,7 +127,7 @@ def _search_backward(pl_module: pl.LightningModule, number: int, losses: Tensor)
 
 
 class _ForwardProbe:
-    """Remembers the first output with NaN or Inf, and the first with -Inf that is no mask."""
+    """Remembers the first output with NaN or Inf, and the first with -Inf that is not a mask."""
 
     def __init__(self) -> None:
         self.first: tuple[str, Tensor] | None = None
@@ -135,7 +135,7 @@ class _ForwardProbe:
 
     @contextmanager
     def watching(self, module: nn.Module) -> Generator[None, None, None]:
-        """Have a hook on every module while the context lasts."""
+        """Hook every module while the context is active."""
         handles: list[Any] = []
         try:
             for name, part in cast("Iterator[tuple[str, nn.Module]]", module.named_modules()):
@@ -164,7 +164,7 @@ class _ForwardProbe:
 
 @contextmanager
 def _arrivals(names: list[str], parameters: list[Tensor]) -> Generator[list[str], None, None]:
-    """Note in which order the backward pass makes the gradients of parameters."""
+    """Record the order in which the backward pass makes the parameters' gradients."""
     order: list[str] = []
     handles: list[Any] = []
 
@@ -181,13 +181,13 @@ def _arrivals(names: list[str], parameters: list[Tensor]) -> Generator[list[str]
 
 
 def _has_negative_infinity(tensor: Tensor) -> bool:
-    """Say whether a tensor has -Inf and is no additive mask."""
+    """Return whether a tensor has -Inf and is not an additive mask."""
     values = real_view(tensor)
     return values is not None and bool((values == float("-inf")).any()) and not is_mask(values)
 
 
 def _bad_rows(losses: Tensor) -> tuple[int, ...] | None:
-    """Return the rows of losses that are not finite, none for a 0-d loss that is not, None if all are."""
+    """Return the rows of losses that are not finite: none for a bad 0-d loss, None if all are finite."""
     bad = ~torch.isfinite(losses)
     if not bool(bad.any()):
         return None
@@ -195,5 +195,5 @@ def _bad_rows(losses: Tensor) -> tuple[int, ...] | None:
 
 
 def _rows_of(output: Tensor, rows: tuple[int, ...], count: int) -> Tensor:
-    """Return the part of an output that belongs to the bad sequences, where its first dimension is theirs."""
+    """Return the bad sequences' part of an output if its first dimension is the batch."""
     return output[list(rows)] if rows and output.ndim and len(output) == count else output

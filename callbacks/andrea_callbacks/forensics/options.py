@@ -1,4 +1,4 @@
-"""What a callback that writes reports is given by a project: replay, names, texts, a folder."""
+"""Options of callbacks that write reports: replay, names, texts, a folder."""
 
 from andrea_callbacks.forensics.replay import ReplayFunction
 from andrea_callbacks.forensics.sample_identity import DecodeFunction, NameFunction
@@ -14,7 +14,7 @@ class ReportOptions:
     decode: DecodeFunction | None
     """Turns ids into text."""
     folder: str | None
-    """Where reports go, in place of the log folder."""
+    """Folder for reports, in place of the log folder."""
 
     def _set_report_options(
         self,

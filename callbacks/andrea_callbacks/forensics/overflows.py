@@ -1,4 +1,4 @@
-"""Overflows of a GradScaler, which are its own affair unless they never end."""
+"""Counts overflows of a GradScaler, which are normal unless they never end."""
 
 import lightning.pytorch as pl
 
@@ -8,10 +8,10 @@ from andrea_callbacks.hooks.terminal import warn
 
 
 class Overflows:
-    """Counts the overflows in a row of each optimizer.
+    """Counts the consecutive overflows of each optimizer.
 
     Args:
-        limit: More of them than this raise; None for no limit.
+        limit: Consecutive overflows above which an error is raised; None for no limit.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -23,7 +23,7 @@ class Overflows:
         """Count an update of an optimizer and return the loss scale, None without a GradScaler.
 
         Raises:
-            NonFiniteError: If there were too many overflows in a row.
+            NonFiniteError: If there were more than `limit` consecutive overflows.
         """
         scaler = scaler_of(trainer)
         if scaler is None:

@@ -1,4 +1,4 @@
-"""Running micro-batches again to see what was in them, without leaving a trace in the run."""
+"""Runs micro-batches again without side effects on the run."""
 
 import copy
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -19,9 +19,9 @@ from andrea_callbacks.numerics.gradient_norm import is_sharded
 from andrea_callbacks.numerics.rng_state import RandomState
 
 ReplayFunction = Callable[[pl.LightningModule, Any], Tensor]
-"""Takes the module and a micro-batch; returns losses (B,), one a sequence, or one 0-d loss, with their graph.
+"""Takes the module and a micro-batch; returns (B,) losses, one per sequence, or one 0-d loss, with graph.
 
-Their sum is what the micro-batch was trained on, up to a factor that all micro-batches share.
+Their sum is the micro-batch's trained loss, up to a factor that all micro-batches share.
 """
 
 LossFunction = Callable[[Any], Tensor]
@@ -32,7 +32,7 @@ NO_REPLAY = (
 
 
 METRIC_CACHES = ("_update_count", "_computed", "_forward_cache", "_is_synced", "_cache")
-"""Attributes of a torchmetrics Metric that an update writes, besides its states."""
+"""Attributes of a torchmetrics Metric, besides its states, that `update` changes."""
 
 
 class ReplayUnavailable(Exception):  # noqa: N818 - nothing went wrong
@@ -40,10 +40,10 @@ class ReplayUnavailable(Exception):  # noqa: N818 - nothing went wrong
 
 
 def loss_function(pl_module: pl.LightningModule, replay: ReplayFunction | None) -> LossFunction:
-    """Return what gives the losses of a micro-batch again. `training_step` is never run again.
+    """Return the function that computes a micro-batch's losses again. It never runs `training_step`.
 
     Raises:
-        ReplayUnavailable: If the module offers nothing, and the user gave nothing.
+        ReplayUnavailable: If neither the module nor the user offers one.
     """
     if any(map(is_sharded, pl_module.parameters())):
         raise ReplayUnavailable("attribution is not available: the parameters are sharded over ranks (FSDP2)")
@@ -61,18 +61,17 @@ def loss_function(pl_module: pl.LightningModule, replay: ReplayFunction | None) 
 
 
 def replay_failed(error: Exception) -> str:
-    """Return what a report says of a replay that raised."""
+    """Return a report's text about a replay that raised."""
     return f"attribution is not available: running the update again raised {type(error).__name__}: {error}"
 
 
 @contextmanager
 def undisturbed(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Generator[None, None, None]:
-    """Run networks in the training step's precision, and leave no trace.
+    """Run the network in the training step's precision, and undo every side effect.
 
-    Random states, buffers (also ones that were replaced), the states of torchmetrics, modes, gradients and
-    `requires_grad` are restored, each whatever becomes of the others; what is logged in between is dropped,
-    and no optimizer can step. What else a module keeps in plain attributes, and what hooks of its own do, is
-    out of reach.
+    The context restores random states, buffers (also replaced ones), states of torchmetrics, modes, gradients
+    and `requires_grad`, even if restoring one of them fails. It drops what is logged, and no optimizer can
+    step. It cannot restore other plain attributes of a module, or undo what the module's own hooks do.
 
     Raises:
         ReplayUnavailable: Before anything is run, if a buffer cannot be copied.
@@ -108,7 +107,7 @@ def _refuse_step(optimizer: Any, *_: Any) -> None:
 
 
 def _buffers(pl_module: nn.Module) -> list[tuple[nn.Module, str, str]]:
-    """Return the modules that have buffers, with each buffer's name there and in the whole."""
+    """Return the modules that have buffers, with each buffer's local and full name."""
     named = cast("Iterator[tuple[str, nn.Module]]", pl_module.named_modules())
     return [
         (part, name, f"{path}.{name}" if path else name)
@@ -118,7 +117,7 @@ def _buffers(pl_module: nn.Module) -> list[tuple[nn.Module, str, str]]:
 
 
 class _KeptBuffer:
-    """A buffer as it is, of any kind: dense, sparse, quantized, complex, without elements or without data."""
+    """A copy of a buffer of any kind: dense, sparse, quantized, complex, empty or without data."""
 
     def __init__(self, module: nn.Module, name: str, path: str) -> None:
         self._module = module
@@ -137,7 +136,7 @@ class _KeptBuffer:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the buffer and its values; one that cannot be written to gives way to its copy."""
+        """Restore the buffer and its values. A buffer that cannot be written is replaced by its copy."""
         self._module._buffers[self._name] = self._buffer  # pyright: ignore[reportPrivateUsage]
         if self._buffer is None or self._values is None or _is_same(self._buffer, self._values):
             return
@@ -150,7 +149,7 @@ class _KeptBuffer:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool | None:
-    """Say whether two tensors have the same values, bit for bit; None where that cannot be told."""
+    """Return whether two tensors have the same bits; None if torch cannot compare them."""
     try:
         if one.layout is torch.strided and not one.is_quantized:
             return torch.equal(one, other)
@@ -171,7 +170,7 @@ def _coordinates(sparse: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _unlogged(pl_module: pl.LightningModule) -> Generator[None, None, None]:
-    """Have the module's `log` and `log_dict` do nothing."""
+    """Make the module's `log` and `log_dict` do nothing."""
     names = ("log", "log_dict")
     kept = {name: vars(pl_module)[name] for name in names if name in vars(pl_module)}
     for name in names:
@@ -185,7 +184,7 @@ def _unlogged(pl_module: pl.LightningModule) -> Generator[None, None, None]:
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:
-    """Return what an update changes in a metric: its states, copied, and what it caches."""
+    """Return copies of what `update` changes in a metric: its states and caches."""
     kept = vars(metric)
     states: dict[str, Any] = {}
     for name in cast("dict[str, Any]", kept.get("_defaults", {})):
@@ -211,11 +210,10 @@ def _generators(module: nn.Module) -> list[torch.Generator]:
 def run_again(
     losses_of: LossFunction, window: UpdateWindow, device: torch.device
 ) -> Generator[tuple[int, Any, Callable[[], Tensor]], None, None]:
-    """Yield each micro-batch's number from 1, itself, and a call that runs it, in the order of training.
+    """Yield each micro-batch's number (from 1), the micro-batch, and a function that runs it, in order.
 
-    Each call must be made before the next micro-batch is asked for: with dropout the masks of the later ones
-    depend on the draws of those before. What a micro-batch drew is drawn again if it is run twice, also when
-    the window is run another time.
+    Call the function before you ask for the next micro-batch: with dropout, later masks depend on earlier
+    draws. A micro-batch that runs twice draws the same numbers again, also when the window is run again.
     """
     for number, (micro_batch, state) in enumerate(
         zip(window.micro_batches, window.states, strict=True), start=1
@@ -235,18 +233,18 @@ def run_again(
 
 
 def trainable(module: nn.Module) -> tuple[list[str], list[Tensor]]:
-    """Return names and tensors of the parameters that take gradients, each once."""
+    """Return names and tensors of the trainable parameters, each once."""
     named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
     return [name for name, _ in named], [each for _, each in named]
 
 
 def gradients_of(loss: Tensor, parameters: Sequence[Tensor], keep: bool = False) -> list[Tensor]:
-    """Return the gradients of a loss, zeros where a parameter has no part in it; `.grad` stays as it is.
+    """Return the gradients of a loss, zeros for parameters that do not affect it. `.grad` does not change.
 
     Args:
-        loss: 0-d, with its graph.
+        loss: 0-d, attached to its graph.
         parameters: P tensors.
-        keep: Whether the graph is used again.
+        keep: Whether to keep the graph for another backward pass.
     """
     if not loss.requires_grad:
         return [torch.zeros_like(each) for each in parameters]

@@ -1,4 +1,4 @@
-"""A report on disk: a folder with figures, tensors, text and a picture, for whoever looks into it later."""
+"""A report on disk: a folder with figures, tensors, texts and a picture."""
 
 import json
 import math
@@ -15,27 +15,27 @@ from torch import Tensor
 from andrea_callbacks.hooks.terminal import warn
 
 LARGEST_TENSOR = 64 * 2**20
-"""Bytes of a tensor that is still written."""
+"""Largest tensor that a report contains, in bytes."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Bundle:
-    """What a report holds."""
+    """The contents of a report."""
 
     figures: Mapping[str, Any]
-    """report.json."""
+    """Contents of report.json."""
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """tensors.safetensors."""
+    """Contents of tensors.safetensors."""
     texts: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    """sequences.txt: headings and texts."""
+    """Headings and texts of sequences.txt."""
     picture: str | None = None
-    """picture.svg."""
+    """Contents of picture.svg."""
 
     def write(self, folder: Path) -> Path:
-        """Write all into a new folder, this one or one with a number behind its name.
+        """Write everything into a new folder. If it exists, append a number to its name.
 
         Raises:
-            OSError: If that cannot be done.
+            OSError: If the folder or a file cannot be written.
         """
         chosen, number = folder, 1
         while chosen.exists():
@@ -62,13 +62,13 @@ class Bundle:
 
 
 def write_bundle(trainer: pl.Trainer, folder: str | None, name: str, bundle: Bundle) -> str | None:
-    """Write a report on rank zero, and say where; a failure is a warning, since the run matters more.
+    """Write a report on rank zero, and return its folder. A failure is only a warning: the run matters more.
 
     Args:
-        trainer: Reports lie in `reports` in its log folder. All ranks must call this together.
-        folder: Another place for reports.
-        name: Of this report's own folder.
-        bundle: What is written.
+        trainer: Reports go to `reports` in its log folder. All ranks must call this together.
+        folder: Another folder for reports.
+        name: Name of this report's own folder.
+        bundle: The contents.
     """
     home = trainer.log_dir if folder is None else folder  # all ranks must ask
     if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
@@ -82,7 +82,7 @@ def write_bundle(trainer: pl.Trainer, folder: str | None, name: str, bundle: Bun
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Return JSON that every reader takes: NaN and Inf are the strings "NaN", "Infinity", "-Infinity"."""
+    """Return standard JSON: NaN and Inf become the strings "NaN", "Infinity" and "-Infinity"."""
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
 
 
@@ -101,12 +101,12 @@ def _plain(value: Any) -> Any:
 
 
 def bar_chart(title: str, bars: Sequence[tuple[str, float]], unit: str = "") -> str:
-    """Return an SVG picture of labelled bars, longest label and value in view.
+    """Return an SVG picture of labelled bars that fits the longest label and value.
 
     Args:
-        title: Over the bars.
-        bars: Labels and values; negative ones go to the left.
-        unit: Behind each value.
+        title: Title above the bars.
+        bars: Labels and values; negative bars point left.
+        unit: Unit after each value.
     """
     row, label_width, bar_width = 22, 8 * max([len(label) for label, _ in bars] + [10]), 420
     low = min([value for _, value in bars] + [0.0])

@@ -1,4 +1,4 @@
-"""What a row of a micro-batch is: the project's own name for it, or source, document, place and text."""
+"""Identifies the rows of a micro-batch by the project's own names, or by source, document, place and text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -13,7 +13,7 @@ from andrea_callbacks.numerics.host_transfer import gather_objects
 DecodeFunction = Callable[[Sequence[int]], str]
 
 NameFunction = Callable[[Any], Sequence[object]]
-"""Takes a micro-batch, whatever it is, and returns a name for each of its rows."""
+"""Takes a micro-batch of any kind; returns a name for each of its rows."""
 
 Identity = dict[str, Any]
 """`rank`, `micro_batch` and `row` from 1; `unit`, where a row is text, a `sequence`; and, if known, `name`,
@@ -23,12 +23,12 @@ SEQUENCE = "sequence"
 
 
 def fields(micro_batch: Any) -> Mapping[str, Any]:
-    """Return the keys and values of a micro-batch, none where it is no mapping."""
+    """Return the keys and values of a micro-batch; empty if it is not a mapping."""
     return cast("Mapping[str, Any]", micro_batch) if isinstance(micro_batch, Mapping) else {}
 
 
 def field(micro_batch: Any, key: str) -> Any:
-    """Return what a micro-batch has under a key, None where there is nothing, or it cannot be read."""
+    """Return a micro-batch's value for a key, None if it is missing or cannot be read."""
     try:
         return fields(micro_batch).get(key)
     except Exception:  # a mapping of somebody's own, which reads when it is asked
@@ -36,7 +36,7 @@ def field(micro_batch: Any, key: str) -> Any:
 
 
 def row_numbers(micro_batch: Any, key: str) -> list[int] | None:
-    """Return the (B,) whole numbers under a key of a micro-batch, None where there are none; waits."""
+    """Return the (B,) integers under a key of a micro-batch, or None. Waits for the device."""
     found = field(micro_batch, key)
     if isinstance(found, Tensor) and found.ndim == 1 and not found.is_floating_point():
         return cast("list[int]", found.tolist())
@@ -44,16 +44,16 @@ def row_numbers(micro_batch: Any, key: str) -> list[int] | None:
 
 
 def source_name(trainer: pl.Trainer, source: int) -> str:
-    """Return the name of a source, or its number where nobody names it."""
+    """Return the name of a source, or its number if it has no name."""
     datamodule = cast(Any, trainer).datamodule
     names = list(datamodule.source_names) if isinstance(datamodule, NamesSources) else []
     return names[source] if 0 <= source < len(names) else f"source {source}"
 
 
 def row_names(micro_batch: Any, identify: NameFunction | None) -> list[str] | None:
-    """Return the names of a micro-batch's rows by the project's own function, None where there is none.
+    """Return the names that the project's own function gives to rows, None without such a function.
 
-    A function that raises, or returns no list, is warned about: a report without names is better than none.
+    If the function raises, or does not return a list, a warning says so and the report has no names.
     """
     if identify is None:
         return None
@@ -74,14 +74,14 @@ def row_names(micro_batch: Any, identify: NameFunction | None) -> list[str] | No
 def identity_of(
     trainer: pl.Trainer, micro_batch: Any, number: int, row: int | None, names: Sequence[str] | None = None
 ) -> Identity:
-    """Return what is known of a row of a micro-batch.
+    """Return the identity of a row of a micro-batch.
 
     Args:
         trainer: Its datamodule names sources and places.
         micro_batch: A mapping with the keys in `protocols`, or anything else.
         number: The micro-batch's number in its update, from 1.
-        row: Of the micro-batch, from 0; None for the micro-batch as a whole.
-        names: Of all its rows, see `row_names`.
+        row: Index in the micro-batch, from 0; None for the whole micro-batch.
+        names: Names of all its rows; see `row_names`.
     """
     identity: Identity = {"rank": trainer.global_rank, "micro_batch": number}
     if row is None:
@@ -111,7 +111,7 @@ def identity_of(
 
 
 def rows_in(micro_batch: Any, names: Sequence[str] | None) -> int | None:
-    """Return how many rows a micro-batch has, by their names or its columns; None where that is not known."""
+    """Return the number of rows of a micro-batch, from their names or its columns; None if unknown."""
     if names is not None:
         return len(names)
     columns = (field(micro_batch, key) for key in ("document_id", "source_id", "input_ids"))
@@ -124,7 +124,7 @@ def _is_text(micro_batch: Any) -> bool:
 
 
 def spell(identity: Identity) -> str:
-    """Return a row's identity as a person reads it."""
+    """Return a row's identity as readable text."""
     if "name" in identity:
         return f"{identity['name']} ({_spell_place(identity)})"
     if "document" in identity:
@@ -135,7 +135,7 @@ def spell(identity: Identity) -> str:
 
 
 def unit_of(identity: Identity) -> str:
-    """Return what a row is called: a sequence where it is text."""
+    """Return the word for a row: `sequence` if it is text."""
     return str(identity.get("unit", "row"))
 
 
@@ -148,7 +148,7 @@ def _spell_place(identity: Identity) -> str:
 def decoder(
     trainer: pl.Trainer, pl_module: pl.LightningModule, decode: DecodeFunction | None
 ) -> DecodeFunction | None:
-    """Return what turns ids into text: the user's own, or the tokenizer of module or datamodule."""
+    """Return the function that turns ids into text: the user's, or that of a tokenizer."""
     if decode is not None:
         return decode
     for owner in (pl_module, cast(Any, trainer).datamodule):
@@ -159,13 +159,13 @@ def decoder(
 
 
 def text_of(micro_batch: Any, row: int, decode: DecodeFunction | None) -> str | None:
-    """Return the text of a sequence, None where there are no `input_ids` or nothing decodes them."""
+    """Return the text of a sequence, None without `input_ids` or a decoder."""
     ids = sequence_ids(micro_batch, row)
     return None if ids is None or decode is None else decode(ids)
 
 
 def sequence_ids(micro_batch: Any, row: int) -> list[int] | None:
-    """Return the ids of a sequence without its padding, None where the micro-batch has none."""
+    """Return the ids of a sequence without padding, None if the micro-batch has none."""
     ids, mask = field(micro_batch, "input_ids"), field(micro_batch, "valid_mask")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or row >= len(ids):
         return None
@@ -176,5 +176,5 @@ def sequence_ids(micro_batch: Any, row: int) -> list[int] | None:
 
 
 def gather_rows(rows: list[Any]) -> list[Any]:
-    """Return the rows of all ranks together, on every rank; all must call this together."""
+    """Return the rows of all ranks on every rank. All ranks must call this together."""
     return [row for share in gather_objects(rows) for row in share]

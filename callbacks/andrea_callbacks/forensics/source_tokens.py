@@ -1,4 +1,4 @@
-"""How many tokens of each source are in an update."""
+"""Counts the tokens of each source in an update."""
 
 import torch
 from torch import Tensor
@@ -7,11 +7,11 @@ from andrea_callbacks.forensics.sample_identity import field
 from andrea_callbacks.hooks.update_window import UpdateWindow
 
 MOST_SOURCES = 256
-"""Sources told apart; the rest share the last place."""
+"""Sources counted separately; all others share the last entry."""
 
 
 def tokens_of_sources(window: UpdateWindow, like: Tensor) -> Tensor:
-    """Return (MOST_SOURCES,) tokens of each source in the window, zeros where batches do not say it."""
+    """Return (MOST_SOURCES,) tokens of each source in the window, zeros if batches do not name sources."""
     tokens = like.new_zeros(MOST_SOURCES)
     for micro_batch in window.micro_batches:
         sources, mask = field(micro_batch, "source_id"), field(micro_batch, "valid_mask")

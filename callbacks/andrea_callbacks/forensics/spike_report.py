@@ -1,4 +1,4 @@
-"""The report of a spike: who made it, by running the update again, and what a person reads of it."""
+"""The report of a spike: attribution by running the update again, and the text for readers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -38,10 +38,10 @@ from andrea_callbacks.numerics.gradient_norm import gradient_norm, optimizer_par
 from andrea_callbacks.numerics.host_transfer import HostCopy
 
 FAITHFUL = 0.95
-"""Cosine between a replay's gradient and the update's under which the replay is not the run's loss."""
+"""Least cosine between the gradients of replay and update; below it the replay is not the run's loss."""
 
 SHOWN = 10
-"""Sequences in the picture and in the text of a report."""
+"""Number of sequences in the picture and the text of a report."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class SpikeReports:
         report: dict[str, Any],
         title: str,
     ) -> str:
-        """Write the report of a spike and return what the console line says of its origin."""
+        """Write the report of a spike; return the part of the console line about its origin."""
         attribution, failed = None, list[str]()
         try:
             attribution = self._attribute(trainer, pl_module, waiting, is_before, norm)
@@ -139,7 +139,7 @@ class SpikeReports:
 def clip_figures(
     trainer: pl.Trainer, pl_module: pl.LightningModule, gradient: UpdateGradient
 ) -> dict[str, float | None]:
-    """Return what a gradient is clipped to, and the norm that clips have left of it, where that is known."""
+    """Return the threshold that a gradient is clipped to, and its norm after clipping, if known."""
     if gradient.clip is not None:
         left = gradient.clip.clipped
         return {
@@ -156,9 +156,10 @@ def clip_figures(
 def _gradient_before(
     waiting: JudgedLater, parameters: list[Tensor], trainer: pl.Trainer
 ) -> list[Tensor] | None:
-    """Return an update's gradient as it was before a clip, without a loss scale; None where it is not left.
+    """Return an update's gradient before a clip, without a loss scale; None if it cannot be recovered.
 
-    A clip by the global norm has multiplied all of it by one number; after any other change it is lost.
+    A clip by the global norm multiplied all elements by one number, which can be undone. Other changes
+    cannot.
     """
     gradient = waiting.gradient
     clip = gradient.clip
@@ -186,7 +187,7 @@ def _unfaithful(agreement: float) -> str:
 def _identities(
     trainer: pl.Trainer, window: UpdateWindow, identify: NameFunction | None
 ) -> list[dict[str, Any]]:
-    """Return what is known of this rank's rows, or of its micro-batches where they have none."""
+    """Return the identities of this rank's rows, or of its micro-batches if they have no rows."""
     found: list[dict[str, Any]] = []
     for number, micro_batch in enumerate(window.micro_batches, start=1):
         names = row_names(micro_batch, identify)
@@ -199,7 +200,7 @@ def _identities(
 def _texts(
     trainer: pl.Trainer, window: UpdateWindow, attribution: Attribution, decode: DecodeFunction | None
 ) -> list[tuple[str, str]]:
-    """Return headings and texts of this rank's sequences among the first."""
+    """Return headings and texts of this rank's sequences among the largest parts."""
     texts: list[tuple[str, str]] = []
     for part in attribution.sequences[:SHOWN]:
         identity = part.identity

@@ -1,4 +1,4 @@
-"""Gradients that something other than a clip changed, so that their norm before it is not known."""
+"""Warns of gradients changed by something other than a clip: their norm before the change is unknown."""
 
 from typing import cast
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class ChangedGradients:
-    """Warns once of a gradient that was changed unseen; what the device doubts is read later, all at once.
+    """Warns once of a gradient that was changed unseen. Flags on the device are read later, all at once.
 
     Args:
-        category: Of the warning.
+        category: The warning's category.
     """
 
     def __init__(self, category: type[Warning]) -> None:
@@ -20,11 +20,11 @@ class ChangedGradients:
         self._has_warned = False
 
     def doubt(self, update: int, doubt: Tensor) -> None:
-        """Keep what the device says of an update: 0-d bool, whether its gradient was changed."""
+        """Keep an update's flag on the device: 0-d bool, whether its gradient was changed."""
         self._doubts.append((update, doubt))
 
     def read(self) -> None:
-        """Warn if a gradient turns out to have been changed in a way that torch does not count."""
+        """Read the flags, and warn if a gradient was changed in a way that torch does not count."""
         doubts, self._doubts = self._doubts, []
         if doubts and not self._has_warned:
             found = cast("list[bool]", torch.stack([each for _, each in doubts]).tolist())
@@ -33,7 +33,7 @@ class ChangedGradients:
                 self.warn(first)
 
     def warn(self, update: int) -> None:
-        """Warn of an update, if that is the first."""
+        """Warn of an update, unless a warning was given before."""
         if not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
@@ -46,5 +46,5 @@ class ChangedGradients:
             )
 
     def clear(self) -> None:
-        """Let go of what was not read."""
+        """Drop the unread flags."""
         self._doubts.clear()

@@ -1,4 +1,4 @@
-"""How often and how hard gradients are clipped, counted on the device."""
+"""Counts on the device how often and how hard gradients are clipped."""
 
 from collections import deque
 from typing import Any, cast
@@ -18,7 +18,7 @@ LAST = 100
 
 
 class ClipCounts:
-    """Counts updates and what clips made of them, without waiting for the device."""
+    """Counts updates and their clips without waiting for the device."""
 
     def __init__(self) -> None:
         self._clipped: Tensor | float = 0.0
@@ -28,12 +28,12 @@ class ClipCounts:
         self._recent: deque[float] = deque(maxlen=LAST)
 
     def add(self, norm: Tensor, coefficient: Tensor, doubt: Tensor | None) -> dict[str, Value]:
-        """Count an update and return what there is to say of its clip.
+        """Count an update and return the scalars of its clip.
 
         Args:
-            norm: Before clipping, 0-d.
-            coefficient: What the gradients were multiplied by, 0-d.
-            doubt: 0-d bool, whether the norm may be another; None where it cannot.
+            norm: Norm before clipping, 0-d.
+            coefficient: Factor on the gradients, 0-d.
+            doubt: 0-d bool, whether the norm may be wrong; None if it cannot be.
         """
         counts = torch.isfinite(norm) if doubt is None else torch.isfinite(norm) & ~doubt
         is_clipped = counts & (coefficient < UNCLIPPED)
@@ -51,9 +51,9 @@ class ClipCounts:
         }
 
     def hard_clips(self) -> int | None:
-        """Return how many of the last `LAST` updates were clipped hard; None while that is not read.
+        """Return how many of the last `LAST` updates were clipped hard, or None between two readings.
 
-        Waits for the device once in `LAST / 2` updates.
+        Waits for the device once per `LAST / 2` updates.
         """
         if len(self._unread) < LAST // 2:
             return None
@@ -83,5 +83,5 @@ class ClipCounts:
 
 
 def trusted(value: Tensor, doubt: Tensor | None) -> Value:
-    """Return a value that is left out when it is written, if the device finds it untrustworthy by then."""
+    """Return a value that is not written if its flag on the device turns out to be set."""
     return value if doubt is None else Doubtful(value.detach(), doubt)

@@ -1,11 +1,11 @@
-"""TensorBoard's curves of a run that is resumed: every step once, in the order in which it was made.
+"""Keeps the TensorBoard curves of a resumed run in order: every step appears once.
 
     file 1  1 2 3 CHECKPOINT 4 5  each checkpoint leaves a mark; the run is killed at 5
     file 2        START 4, 4 5 6  the run resumed from 3 has TensorBoard discard what is at step 4 and later
 
-TensorBoard reads the event files of a folder in the order of the times in their names, and discards, where a
-session starts at step s, all that it has read at step s and later. What was written before the mark and lies
-there nevertheless, because a curve counts something else than updates, is written once more.
+TensorBoard reads the event files of a folder in the order of the times in their names. At a session start
+for step s it discards everything it read at step s and later. Some curves do not count updates, so that this
+also discards some of their points from before the mark. Those points are written again.
 """
 
 import re
@@ -23,20 +23,20 @@ from andrea_callbacks.hooks.lightning_state import opened_experiment
 from andrea_callbacks.hooks.packages import is_kind
 
 NAME = re.compile(r"(.*tfevents\.)(\d+)(.*)")
-"""An event file's name: its time in seconds is the second part."""
+"""An event file's name; the second group is its time in seconds."""
 
 HEADER, FOOTER = 12, 4
-"""Bytes around a record: its length and that one's checksum; the record's checksum."""
+"""Bytes before a record (its length and the length's checksum) and after it (its checksum)."""
 
 
 def mark_curves(trainer: pl.Trainer, place: str | None) -> None:
-    """Mark in the event files of a trainer's TensorBoard loggers that a checkpoint is taken; on rank zero.
+    """Mark a checkpoint in the event files of a trainer's TensorBoard loggers, on rank zero.
 
-    TensorBoard shows nothing of it. All that is logged is written before.
+    TensorBoard does not show the mark. Everything logged so far is flushed.
 
     Args:
         trainer: Its `global_step` is the checkpoint's update.
-        place: Tells checkpoints of one update apart.
+        place: Tells checkpoints of the same update apart.
     """
     for writer in _writers(trainer):
         _write_session(writer, trainer.global_step, "CHECKPOINT", place or "")
@@ -44,14 +44,14 @@ def mark_curves(trainer: pl.Trainer, place: str | None) -> None:
 
 
 def discard_curves(trainer: pl.Trainer, place: str | None) -> None:
-    """Have TensorBoard discard what a run wrote after the checkpoint that is resumed from; on rank zero.
+    """Make TensorBoard discard what a run wrote after the resumed checkpoint, on rank zero.
 
-    Where no file has that checkpoint's mark, all that is at later steps is discarded. Sub-folders that
-    `add_scalars` writes into are left as they are.
+    If no file has that checkpoint's mark, everything at later steps is discarded. Subfolders of `add_scalars`
+    are not changed.
 
     Args:
         trainer: Its `global_step` is the checkpoint's update.
-        place: What `mark_curves` was called with for that checkpoint.
+        place: The argument of `mark_curves` for that checkpoint.
     """
     update = trainer.global_step
     for writer in _writers(trainer):
@@ -69,9 +69,9 @@ def discard_curves(trainer: pl.Trainer, place: str | None) -> None:
 
 
 def remove_opened_files(trainer: pl.Trainer) -> None:
-    """Remove the event files that a trainer's TensorBoard loggers have opened, for a fit that is refused.
+    """Remove the event files that a refused fit's TensorBoard loggers opened, on rank zero.
 
-    Folders that are empty without them go too. On rank zero.
+    Folders that become empty are removed too.
     """
     for logger in cast("list[Any]", trainer.loggers) if trainer.is_global_zero else []:
         experiment: Any = opened_experiment(logger)
@@ -93,20 +93,20 @@ def _writers(trainer: pl.Trainer) -> list[Any]:
 
 
 def _file_of(writer: Any) -> Path | None:
-    """Return a writer's file, None where that is on another file system."""
+    """Return a writer's file, None if it is on another file system."""
     events = writer.event_writer
     name = str(getattr(events, "_ev_writer", events)._file_name)  # the first is tensorboardX's
     return None if "://" in name else Path(name)
 
 
 def _older(file: Path) -> list[Path]:
-    """Return the other event files of a file's folder in the order of writing."""
+    """Return the other event files in a file's folder, oldest first."""
     files = [each for each in file.parent.iterdir() if NAME.fullmatch(each.name) and each.name != file.name]
     return sorted(files, key=lambda each: (_time_of(each), each.stat().st_mtime_ns))
 
 
 def _put_before(file: Path, older: list[Path]) -> list[Path]:
-    """Rename older files whose time is not before a file's, as after a clock went back; keep their order."""
+    """Rename older files with a later time in their name, as after a clock was set back; keep the order."""
     placed: list[Path] = []
     limit = _time_of(file)
     for each in reversed(older):
@@ -125,15 +125,16 @@ def _time_of(file: Path) -> int:
 
 
 def _split(files: list[Path], update: int, place: str, kind: Any) -> tuple[list[Any], list[Any]]:
-    """Return what of a checkpoint's mark is kept and what is done again; nothing where there is no mark.
+    """Return the events before a checkpoint's mark and those after it; both empty without a mark.
 
-    Lightning writes the row of update k at step k - 1, and after the checkpoint that is saved at its end.
+    Lightning writes the row of update k at step k - 1, after the checkpoint saved at the end of that update.
+    Such a late row counts as before the mark.
 
     Args:
-        files: Event files in the order of writing.
+        files: Event files, oldest first.
         update: The checkpoint's update.
         place: The checkpoint's place.
-        kind: The class of events.
+        kind: The events' class.
     """
     shown: list[Any] = []
     before: list[Any] | None = None
@@ -157,13 +158,13 @@ def _split(files: list[Path], update: int, place: str, kind: Any) -> tuple[list[
 
 
 def _is_curve(event: Any) -> bool:
-    """Say whether an event is of a curve, and not of what a run says of itself when it starts or ends."""
+    """Return whether an event is a point of a curve, and not the run's layout or options."""
     plugins = {each.metadata.plugin_data.plugin_name for each in event.summary.value}
     return not plugins <= {"custom_scalars", "hparams"}
 
 
 def _events(file: Path, kind: Any) -> Iterator[Any]:
-    """Yield the events of a file; a torn one ends it."""
+    """Yield the events of a file up to the first torn one."""
     with suppress(Exception), file.open("rb") as stream:  # what cannot be read makes no event
         while len(header := stream.read(HEADER)) == HEADER:
             length = int(struct.unpack("<Q", header[:8])[0])
@@ -174,7 +175,7 @@ def _events(file: Path, kind: Any) -> Iterator[Any]:
 
 
 def _new_event(writer: Any) -> Any:
-    """Return an empty event of the class that a writer takes: tensorboard's or tensorboardX's."""
+    """Return an empty event of the writer's package, tensorboard or tensorboardX."""
     is_other = type(writer).__module__.startswith("tensorboardX")
     module = "tensorboardX.proto.event_pb2" if is_other else "tensorboard.compat.proto.event_pb2"
     return cast(Any, import_module(module)).Event()  # only where there is such a logger

@@ -1,4 +1,4 @@
-"""What callbacks tell each other and the journal: something happened at an update."""
+"""Events that callbacks publish to each other and to the journal."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,16 +13,16 @@ class RunEvent:
     """Something that happened in a run."""
 
     kind: str
-    """`nonfinite`, `spike`, `level`, `clipped_hard`, `no_gradient`, `coherence`; others are welcome."""
+    """`nonfinite`, `spike`, `level`, `clipped_hard`, `no_gradient`, `coherence`, or one of your own."""
 
     update: int
     """The update at which it happened, from 1; 0 before the first."""
 
     message: str
-    """One line for a person."""
+    """One readable line."""
 
     details: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Figures, as JSON takes them."""
+    """Figures that JSON can hold."""
 
 
 @runtime_checkable
@@ -30,7 +30,7 @@ class TakesEvents(Protocol):
     """A callback that follows events."""
 
     def take_event(self, trainer: pl.Trainer, event: RunEvent) -> None:
-        """Do what there is to do with an event."""
+        """Handle an event."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Marks on gradients: which tensors they were, how often written, and roughly which norms they had."""
+"""Marks of gradients: their tensors, how often each was written, and rough norms."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,35 +12,36 @@ from andrea_callbacks.hooks.update_gradient import UpdateGradient
 from andrea_callbacks.numerics.gradient_norm import is_sharded, optimizer_parameters, version_of
 
 CHANGED = 1e-5
-"""Relative difference of a gradient's norm from which on it counts as changed; rounding is under this."""
+"""Relative difference of a gradient's norm above which it counts as changed. Rounding stays below this."""
 
 Written = dict[int, tuple["ref[Tensor]", int]]
-"""By the `id` of a parameter: its gradient, and how often that was written."""
+"""A gradient, and how often it was written, by the `id` of its parameter."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Followed:
-    """What is known of an optimizer's gradients since its last step."""
+    """The state of an optimizer's gradients since its last step."""
 
     marks: Written = field(default_factory=Written)
-    """As the last backward pass that wrote them, or the last clip, left them."""
+    """Marks after the last backward pass that wrote the gradients, or after the last clip."""
     norms: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """Their rough norms, 0-d; none after a clip."""
+    """Rough norms, 0-d; empty after a clip."""
     scale: Tensor | float = 1.0
-    """The loss scale in them."""
+    """The loss scale in the gradients."""
     before: Written = field(default_factory=Written)
-    """As they were when the backward pass that is under way began."""
+    """Marks at the start of the current backward pass."""
     rest: Tensor | None = None
-    """0-d bool: whether anything but zeros was there then, changed since its mark; None where nothing was."""
+    """0-d bool: whether a gradient at that moment was changed since its mark and not zero; None if there
+    was none."""
     lost: Tensor | None = None
-    """0-d bool: whether a backward pass added to gradients that had been changed."""
+    """0-d bool: whether a backward pass added to changed gradients."""
     gradient: UpdateGradient | None = None
     step: int | None = None
-    """`global_step` when the hook before the step came; None before it."""
+    """`global_step` at the hook before the step; None before that hook."""
     idle: int = 0
-    """Batches in a row that gave it gradients, without a step that callbacks were told of."""
+    """Consecutive batches with gradients but without a step that callbacks could see."""
     had_gradients: bool = False
-    """Whether a backward pass of this batch wrote its gradients."""
+    """Whether a backward pass of this batch wrote gradients."""
 
 
 def gradients_of(optimizer: Optimizer) -> dict[int, Tensor]:
@@ -49,23 +50,23 @@ def gradients_of(optimizer: Optimizer) -> dict[int, Tensor]:
 
 
 def mark(gradients: dict[int, Tensor]) -> Written:
-    """Return marks of gradients as they are."""
+    """Return marks of the gradients' current state."""
     return {key: (ref(each), version_of(each)) for key, each in gradients.items()}
 
 
 def fits(followed: Followed, gradients: dict[int, Tensor]) -> bool:
-    """Say whether gradients are the tensors that were marked, not written to since; or were never marked."""
+    """Return whether every marked gradient is still the same tensor and was not written to since."""
     marked = [(each, followed.marks[key]) for key, each in gradients.items() if key in followed.marks]
     return all(is_as(each, mark) for each, mark in marked)
 
 
 def is_as(gradient: Tensor, mark: "tuple[ref[Tensor], int] | None") -> bool:
-    """Say whether a gradient is the tensor of a mark, not written to since; refs would compare by value."""
+    """Return whether a gradient is the marked tensor, not written to since; refs would compare by value."""
     return mark is not None and mark[0]() is gradient and mark[1] == version_of(gradient)
 
 
 def rough_norms(gradients: Iterable[Tensor]) -> Tensor | None:
-    """Return (P,) norms that are equal for equal gradients, None for kinds that are not looked at."""
+    """Return (P,) norms that are equal for equal gradients; None for sharded and non-strided ones."""
     values = [each.detach() for each in gradients]
     if not values or any(is_sharded(each) or each.layout != torch.strided for each in values):
         return None
@@ -83,10 +84,7 @@ def rough_norms(gradients: Iterable[Tensor]) -> Tensor | None:
 
 
 def doubt_of(followed: Followed, gradients: dict[int, Tensor], scale: Tensor | float) -> Tensor | None:
-    """Return whether the norms of gradients are lost, or others than those that were marked, 0-d.
-
-    None where that cannot be told.
-    """
+    """Return 0-d bool: whether the norms are lost, or differ from the marked ones; None if unknown."""
     known = {key: each for key, each in gradients.items() if key in followed.norms}
     now = rough_norms(known.values())
     lost = None if followed.lost is None or not gradients else followed.lost

@@ -1,4 +1,4 @@
-"""Follows gradients from the backward pass to the step, to know them as they were before any change.
+"""Watches gradients from the backward pass to the step, to measure them before any change.
 
     a backward pass ends ──> mark them: which tensors, how often written, roughly which norms
     a clip begins ─────────> they still fit the mark: measure them, this is the update's gradient
@@ -7,8 +7,7 @@
                              they do not fit the mark: something else changed them, and their norm is lost
 
 A clip is one of torch's functions, whoever calls it and however it was imported, or a strategy's own
-(`clip_begins`, `clip_ends`, `clip_is_planned`). torch's functions are wrapped while a watched fit runs, and
-at no other time.
+(`clip_begins`, `clip_ends`, `clip_is_planned`). torch's functions are wrapped only while a watched fit runs.
 """
 
 import threading
@@ -38,14 +37,14 @@ from andrea_callbacks.hooks.torch_wrappers import TorchWrappers
 from andrea_callbacks.hooks.update_gradient import Clip, UpdateGradient
 
 MOST_IDLE_BATCHES = 50
-"""Batches without an update that callbacks hear of, after which they say so."""
+"""Batches without a visible update after which callbacks warn."""
 
 
 class GradientWatch:
-    """Follows the gradients of a trainer's optimizers during a fit.
+    """Watches the gradients of a trainer's optimizers during a fit.
 
     Args:
-        trainer: Its optimizers, precision plugin and strategy are asked.
+        trainer: The trainer; held by a weak reference.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -58,14 +57,14 @@ class GradientWatch:
 
     @property
     def trainer(self) -> pl.Trainer | None:
-        """The trainer, None where it is gone or its fit is over."""
+        """The trainer, None if it is gone or its fit is over."""
         trainer = self._trainer()
         return None if trainer is None or trainer.state.stopped else trainer
 
     def gradient(self, optimizer: Optimizer) -> UpdateGradient:
-        """Return an optimizer's gradient as it was before anybody changed it.
+        """Return an optimizer's gradient before any change.
 
-        Called from `on_before_optimizer_step`; the answer is the same for everybody who asks at this step.
+        Call it from `on_before_optimizer_step`. All callers at one step get the same answer.
         """
         followed = self._current(optimizer)
         gradient = followed.gradient = followed.gradient or self._measure(optimizer, followed)
@@ -80,12 +79,12 @@ class GradientWatch:
         return gradient
 
     def step_is_seen(self, optimizer: Optimizer) -> None:
-        """Note that callbacks were told of an optimizer's step."""
+        """Record that callbacks saw an optimizer's step."""
         followed = self._current(optimizer)
         followed.idle, followed.had_gradients = 0, False
 
     def backward_begins(self) -> None:
-        """Remember the gradients that a backward pass may add to, and whether they were changed before it."""
+        """Mark the gradients that a backward pass may add to, and check whether they were changed before."""
         for optimizer in self._optimizers():
             followed, present = self._current(optimizer), gradients_of(optimizer)
             is_clipped = followed.gradient is not None and followed.gradient.clip is not None
@@ -99,7 +98,7 @@ class GradientWatch:
                     followed.rest = (norms != 0).any()  # in-place zeroing is no change that matters
 
     def backward_ends(self) -> None:
-        """Mark the gradients that a backward pass wrote; those of other optimizers stay as they are known."""
+        """Mark the gradients that a backward pass wrote. Marks of other gradients stay."""
         trainer = self._trainer()
         for optimizer in self._optimizers() if trainer is not None else []:
             followed, present = self._current(optimizer), gradients_of(optimizer)
@@ -124,7 +123,7 @@ class GradientWatch:
             followed.scale = loss_scale(cast(pl.Trainer, trainer), optimizer)
 
     def change_begins(self, tensors: Iterable[Tensor]) -> None:
-        """Measure gradients that are about to be changed, unless an earlier change was noted."""
+        """Measure gradients that are about to change, unless they were measured before an earlier change."""
         changed = set(map(id, tensors))
         for optimizer in self._optimizers():
             if not changed.isdisjoint(map(id, gradients_of(optimizer).values())):
@@ -135,7 +134,7 @@ class GradientWatch:
                     followed.lost = torch.ones((), dtype=torch.bool)
 
     def change_ends(self, tensors: Iterable[Tensor], threshold: float | None, is_uniform: bool) -> None:
-        """Note a clip of gradients: all of an optimizer's, or a part of them."""
+        """Record a clip of all of an optimizer's gradients, or of a part of them."""
         changed = set(map(id, tensors))
         for optimizer in self._optimizers():
             present = gradients_of(optimizer)
@@ -145,13 +144,13 @@ class GradientWatch:
                 self._note(optimizer, bound, is_uniform and own <= changed)
 
     def clip_is_planned(self, optimizer: Optimizer, threshold: float, norm: Tensor) -> None:
-        """Note a strategy's clip, which may be applied only within the step, and the norm that is left."""
+        """Record a strategy's clip, which may be applied only within the step, and the norm after it."""
         trainer = self._trainer()
         if trainer is not None and any(each is optimizer for each in self._optimizers()):
             self._note(optimizer, threshold, True, norm.detach() / remaining_scale(trainer, optimizer))
 
     def batch_ends(self) -> None:
-        """Count batches without an update, and say once that no update is seen."""
+        """Count batches without an update, and warn once if no update is seen."""
         trainer = self._trainer()
         if trainer is None or trainer.fit_loop.total_batch_idx == self._batches:
             return  # another callback has counted this one
@@ -174,7 +173,7 @@ class GradientWatch:
         )
 
     def _unseen_optimizers(self, most: int) -> str:
-        """Return which of several optimizers got gradients all the time and was never seen to step."""
+        """Return which of several optimizers received gradients but was never seen to step."""
         unseen: list[str] = []
         for place, optimizer in enumerate(self._optimizers()):
             followed = self._followed.get(optimizer)
@@ -220,7 +219,7 @@ class GradientWatch:
         return measured_norm(trainer, optimizer).total.detach() / remaining_scale(trainer, optimizer)
 
     def _current(self, optimizer: Optimizer) -> Followed:
-        """Return what is known since the optimizer's last step; nothing before it counts any more."""
+        """Return the state since the optimizer's last step; older state is dropped."""
         followed = self._followed.get(optimizer)
         if followed is None or (followed.step is not None and self._global_step() != followed.step):
             followed = self._followed[optimizer] = Followed()
@@ -236,7 +235,7 @@ class GradientWatch:
 
 
 class UnwatchedWarning(UserWarning):
-    """Updates are made that Lightning does not tell callbacks of."""
+    """Lightning does not tell callbacks about some updates."""
 
 
 _watches: "WeakKeyDictionary[pl.Trainer, GradientWatch]" = WeakKeyDictionary()
@@ -244,7 +243,7 @@ _lock = threading.RLock()
 
 
 def watch_gradients(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-    """Follow the gradients of a fit that begins, unless its module reports its own updates."""
+    """Watch the gradients of a new fit, unless its module reports its updates."""
     with _lock:
         _drop_finished()
         if trainer not in _watches and not reports_updates(pl_module):
@@ -253,7 +252,7 @@ def watch_gradients(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
 
 
 def unwatch_gradients(trainer: pl.Trainer) -> None:
-    """Follow the gradients of a fit no longer; torch's functions are its own again after the last one."""
+    """Stop watching the gradients of a fit. After the last fit torch's functions are unwrapped."""
     with _lock:
         _watches.pop(trainer, None)
         _drop_finished()
@@ -267,14 +266,14 @@ def _drop_finished() -> None:
 
 
 def watch_of(trainer: pl.Trainer) -> GradientWatch | None:
-    """Return what follows the gradients of a trainer's fit, None where nothing does."""
+    """Return the watch of a trainer's fit, or None."""
     return _watches.get(trainer)
 
 
 def update_gradient(trainer: pl.Trainer, optimizer: Optimizer) -> UpdateGradient:
-    """Return the gradient of the update that is about to step, as it was before anybody changed it.
+    """Return the gradient of the update that is about to step, before any change.
 
-    Called from `on_before_optimizer_step`. Where nothing follows the gradients they are measured as they are.
+    Call it from `on_before_optimizer_step`. Without a watch the current gradients are measured.
     """
     watch = watch_of(trainer)
     if watch is not None:
@@ -283,24 +282,24 @@ def update_gradient(trainer: pl.Trainer, optimizer: Optimizer) -> UpdateGradient
 
 
 def clip_begins(gradients: list[Tensor]) -> None:
-    """Let callbacks know that a strategy is about to clip gradients."""
+    """Tell callbacks that a strategy is about to clip gradients."""
     if _watches:
         _tell("change_begins", gradients)
 
 
 def clip_ends(gradients: list[Tensor], threshold: float) -> None:
-    """Let callbacks know that a strategy has clipped gradients to a global L2 norm."""
+    """Tell callbacks that a strategy has clipped gradients to a global L2 norm."""
     if _watches:
         _tell("change_ends", gradients, threshold, True)
 
 
 def clip_is_planned(optimizer: Optimizer, threshold: float, norm: Tensor) -> None:
-    """Let callbacks know that a strategy has clipped an optimizer's gradients, or will within the step.
+    """Tell callbacks that a strategy has clipped an optimizer's gradients, or will within the step.
 
     Args:
-        optimizer: The raw one.
-        threshold: Global L2 norm clipped to.
-        norm: Norm that is left, 0-d, in the unit of the gradients.
+        optimizer: The raw optimizer.
+        threshold: Global L2 norm that the gradients are clipped to.
+        norm: Norm after clipping, 0-d, in the unit of the gradients.
     """
     if _watches:
         _tell("clip_is_planned", optimizer, threshold, norm)
@@ -308,7 +307,7 @@ def clip_is_planned(optimizer: Optimizer, threshold: float, norm: Tensor) -> Non
 
 @contextmanager
 def watching_paused() -> Generator[None, None, None]:
-    """Let backward passes and clips go by unseen, such as those of an update that is run again."""
+    """Ignore backward passes and clips in this context, such as those of a replay."""
     _wrappers.pauses += 1
     try:
         yield
@@ -317,7 +316,7 @@ def watching_paused() -> Generator[None, None, None]:
 
 
 def _tell(what: str, *arguments: Any) -> None:
-    """Call a method of the watch of every fit that runs."""
+    """Call a method of the watch of every running fit."""
     for watch in list(_watches.values()):
         if watch.trainer is not None:
             getattr(watch, what)(*arguments)

@@ -15,7 +15,7 @@ next epoch."""
 
 
 def awaits_validation(trainer: pl.Trainer) -> bool:
-    """Say whether validation follows the batch that is done, be the run about to stop or not."""
+    """Return whether validation follows the batch that is done, be the run about to stop or not."""
     should_stop, trainer.should_stop = trainer.should_stop, False
     try:
         loop = cast(Any, trainer.fit_loop)
@@ -25,18 +25,18 @@ def awaits_validation(trainer: pl.Trainer) -> bool:
 
 
 def ends_epoch(trainer: pl.Trainer) -> bool:
-    """Say whether the batch that is done is the last of its epoch."""
+    """Return whether the batch that is done is the last of its epoch."""
     return bool(cast(Any, trainer.fit_loop.epoch_loop)._num_ready_batches_reached())
 
 
 def validates_to_stop(trainer: pl.Trainer) -> bool:
-    """Say whether validation follows because the run is about to stop."""
+    """Return whether validation follows because the run is about to stop."""
     loop = cast(Any, trainer.fit_loop)
     return trainer.should_stop and bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
 
 def adds_epoch(trainer: pl.Trainer, epochs: int | None) -> bool:
-    """Say whether the last epoch asked for is over and another follows, in which weights are averaged.
+    """Return whether the last epoch asked for is over and another follows, in which weights are averaged.
 
     StochasticWeightAveraging adds an epoch without updates for batch norm.
 
@@ -49,12 +49,12 @@ def adds_epoch(trainer: pl.Trainer, epochs: int | None) -> bool:
 
 
 def accumulates(trainer: pl.Trainer) -> bool:
-    """Say whether the batch that is done leaves its gradients to a later one's step."""
+    """Return whether the batch that is done leaves its gradients to a later one's step."""
     return bool(cast(Any, trainer.fit_loop.epoch_loop)._should_accumulate())
 
 
 def skips_backward(trainer: pl.Trainer) -> bool:
-    """Say whether batches only update BatchNorm's statistics, as in the last epoch of weight averaging."""
+    """Return whether batches only update BatchNorm's statistics, as in the last epoch of weight averaging."""
     loop = cast(Any, trainer.fit_loop.epoch_loop)
     return bool(getattr(loop.automatic_optimization, "_skip_backward", False))
 
@@ -65,19 +65,19 @@ def epochs_over(trainer: pl.Trainer) -> int:
 
 
 def make_validation_due(trainer: pl.Trainer) -> None:
-    """Have a validation by time (`val_check_interval` as a duration) come at the next opportunity."""
+    """Make a validation by time (`val_check_interval` as a duration) due at the next opportunity."""
     interval = getattr(trainer, "_val_check_time_interval", None)
     if interval is not None:
         cast(Any, trainer)._last_val_time = time.monotonic() - interval
 
 
 def mark_validated(trainer: pl.Trainer) -> None:
-    """Have the epoch end without another batch, since its validation is over."""
+    """Make the epoch end without another batch, since its validation is over."""
     cast(Any, trainer.fit_loop.epoch_loop.val_loop)._has_run = True
 
 
 def start_epoch(trainer: pl.Trainer) -> None:
-    """Have a restored fit loop begin its next epoch as it would have begun it without a restart."""
+    """Make a restored fit loop start its next epoch as it would have without a restart."""
     loop = cast(Any, trainer.fit_loop)
     loop.epoch_loop.restarting = False
     loop._resuming_from_checkpoint = False  # which has the loader begin now, after the random states are back
@@ -131,7 +131,7 @@ def given_version(logger: Logger) -> int | str | None:
 
 
 def set_version(logger: Logger, version: str) -> None:
-    """Have a logger that has not opened its files write this version: `version_<n>`, or a name."""
+    """Set the version of a logger that has not opened its files: `version_<n>`, or a name."""
     cast(Any, logger)._version = int(version) if version.isdigit() else version
 
 

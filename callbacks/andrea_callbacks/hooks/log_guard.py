@@ -1,9 +1,9 @@
-"""Logs on a full disk: what cannot be written is left out and said once; the run goes on.
+"""Keeps a run going when the disk under its logs is full: one warning, and gaps in the logs.
 
-    event file    a record that fails is cut off again, so that later ones can be read; they have a gap
-    metrics.csv   rows that fail are kept, and written with the next ones
+    event file    a partly written record is cut off again, so that later records can be read
+    metrics.csv   rows that could not be written stay in memory, and are written with the next ones
 
-TensorBoard writes in a thread of its own, whose fault would come up in whatever is logged next.
+TensorBoard writes in a separate thread. Its errors would appear in the next unrelated call that logs.
 """
 
 import os
@@ -21,7 +21,7 @@ from andrea_callbacks.hooks.packages import is_kind
 
 
 class LogGuard:
-    """Keeps faults of the disk under a trainer's TensorBoard and CSV loggers from ending its run.
+    """Keeps disk errors under a trainer's TensorBoard and CSV loggers from ending its run.
 
     Args:
         trainer: Its loggers have opened their files. Only rank zero writes any.
@@ -37,13 +37,13 @@ class LogGuard:
                 self._files.append(_guard_table(experiment))
 
     def report(self) -> None:
-        """Say what could not be written since the last call, once a file, and what can be written again."""
+        """Warn once per file that could not be written, and tell when it can be written again."""
         for each in self._files:
             each.report()
 
 
 class _GuardedFile:
-    """A file that may stand on a full disk."""
+    """A file whose disk may be full."""
 
     def __init__(self, file: Path, loss: str) -> None:
         self.file = file
@@ -54,7 +54,7 @@ class _GuardedFile:
 
     @contextmanager
     def writing(self, undo: Callable[[], None]) -> Generator[None, None, None]:
-        """Note a fault of the disk in what the context does, and undo the half of it that was written."""
+        """Catch a disk error inside the context, and undo what was partly written."""
         try:
             yield
         except OSError as error:
@@ -65,7 +65,7 @@ class _GuardedFile:
             self._fault = None
 
     def report(self) -> None:
-        """Say what has changed; called in the main thread."""
+        """Report a change of state; called in the main thread."""
         fault = self._fault
         if fault is not None and self._told is None:
             self._told = fault
@@ -81,20 +81,20 @@ class _GuardedFile:
 
 
 class _Records:
-    """TensorBoard's writer of records, as its thread sees it."""
+    """Stands in for TensorBoard's record writer in its thread."""
 
     def __init__(self, writer: Any, guarded: _GuardedFile) -> None:
         self._writer = writer
         self._guarded = guarded
 
     def write(self, record: bytes) -> None:
-        """Append a record, or leave the file as it was."""
+        """Append a record, or leave the file unchanged."""
         size = _size(self._guarded.file)
         with self._guarded.writing(lambda: os.truncate(self._guarded.file, size)):
             self._writer.write(record)
 
     def flush(self) -> None:
-        """Write what is kept back."""
+        """Write every buffered record."""
         with suppress(OSError):
             self._writer.flush()
 

@@ -1,4 +1,4 @@
-"""What is known before an optimizer's step: its gradients as they are, a clip to come, a loss scale."""
+"""Facts before an optimizer's step: the norm of its gradients, a coming clip, the loss scale."""
 
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from andrea_callbacks.hooks.protocols import ClipsGradients, MeasuresGradients, 
 from andrea_callbacks.numerics.gradient_norm import GradientNorm, NormCache
 
 HARD_CLIP = 0.5
-"""Coefficients under this count as a hard clip: the norm was more than twice what was allowed."""
+"""Coefficients below this count as a hard clip: the norm was more than twice the threshold."""
 
 FALLING_SCALE_UPDATES = 5
 """Consecutive overflows after which a falling loss scale is worth a warning."""
@@ -21,9 +21,9 @@ _norms = NormCache()
 
 
 def measured_norm(trainer: pl.Trainer, optimizer: Optimizer) -> GradientNorm:
-    """Return the norm of an optimizer's gradients as they are; measured once for all who ask.
+    """Return the norm of an optimizer's current gradients, measured once for all callers.
 
-    The strategy or the module measures where it offers to; otherwise it is done here, and kept until a
+    The module or the strategy measures if it can. Otherwise the norm is measured here and cached until a
     gradient is replaced or written to.
     """
     module = trainer.lightning_module
@@ -34,19 +34,19 @@ def measured_norm(trainer: pl.Trainer, optimizer: Optimizer) -> GradientNorm:
 
 
 def optimizer_place(trainer: pl.Trainer, optimizer: Optimizer) -> str:
-    """Return an optimizer's place among the trainer's, as a key for what is known of it."""
+    """Return an optimizer's index among the trainer's, as a string key."""
     return next((str(at) for at, each in enumerate(trainer.optimizers) if each is optimizer), "0")
 
 
 def scaler_of(trainer: pl.Trainer) -> torch.amp.GradScaler | None:
-    """Return the trainer's GradScaler, None where there is none."""
+    """Return the trainer's GradScaler, or None."""
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def remaining_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
-    """Return the GradScaler's scale where the gradients still carry it before the step, else 1.
+    """Return the GradScaler's scale if the gradients still carry it before the step, else 1.
 
-    Lightning leaves the gradients of a fused optimizer scaled, unless the module has them unscaled itself.
+    Lightning leaves the gradients of a fused optimizer scaled, unless the module unscales them itself.
     """
     scaler = scaler_of(trainer)
     if scaler is None or is_unscaled(scaler, optimizer):
@@ -55,7 +55,7 @@ def remaining_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
 
 
 def loss_scale(trainer: pl.Trainer, optimizer: Optimizer) -> Tensor | float:
-    """Return the scale that the gradients carry now, 1 without one; nothing waits for a device."""
+    """Return the scale that the gradients carry now, 1 if none, without waiting for the device."""
     scaler = scaler_of(trainer)
     if scaler is None or is_unscaled(scaler, optimizer):
         return 1.0
@@ -64,18 +64,17 @@ def loss_scale(trainer: pl.Trainer, optimizer: Optimizer) -> Tensor | float:
 
 
 def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
-    """Say whether a GradScaler has unscaled the gradients for the step to come."""
+    """Return whether a GradScaler has unscaled the gradients for the step to come."""
     states = cast("dict[int, dict[str, Any]]", getattr(scaler, "_per_optimizer_states", {}))
     stage = states[id(optimizer)].get("stage") if id(optimizer) in states else None
     return getattr(stage, "name", "READY") != "READY"
 
 
 def clip_threshold(trainer: pl.Trainer, pl_module: pl.LightningModule) -> float | None:
-    """Return the global norm that gradients are about to be clipped to, by the module or by Lightning.
+    """Return the global norm that the module or Lightning is about to clip gradients to.
 
-    `inf` where nothing is clipped, None where it cannot be known beforehand: under somebody's own manual
-    optimization, with a `configure_gradient_clipping` or an `on_before_optimizer_step` of its own, or
-    clipping by value.
+    `inf` means no clipping. None means that it is unknown: under other manual optimization, if the module
+    overrides `configure_gradient_clipping` or `on_before_optimizer_step`, or when clipping by value.
     """
     if reports_updates(pl_module):
         bound = cast(Any, getattr(pl_module, "max_norm", None))
@@ -88,7 +87,7 @@ def clip_threshold(trainer: pl.Trainer, pl_module: pl.LightningModule) -> float 
 
 
 def automatic_coefficient(trainer: pl.Trainer, pl_module: pl.LightningModule, norm: Tensor) -> Tensor | None:
-    """Return the coefficient that Lightning is about to apply, None where it cannot be known beforehand."""
+    """Return the coefficient that Lightning is about to apply, None if it is unknown."""
     max_norm = clip_threshold(trainer, pl_module)
     if max_norm is None:
         return None

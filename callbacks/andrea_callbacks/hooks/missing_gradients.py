@@ -1,4 +1,4 @@
-"""Which trainable parameters have never received a gradient."""
+"""Finds trainable parameters that never received a gradient."""
 
 from collections.abc import Iterable
 
@@ -15,11 +15,11 @@ class MissingGradients:
 
     @property
     def names(self) -> list[str]:
-        """Names of the parameters that have not received one."""
+        """Names of the parameters without a gradient so far."""
         return [name for name, _ in self._lacking]
 
     def begin(self, module: pl.LightningModule) -> None:
-        """Learn the parameters of a fit."""
+        """Look up the parameters of a fit."""
         self._lacking = [
             (name, each)
             for name, each in module.named_parameters()
@@ -27,17 +27,17 @@ class MissingGradients:
         ]
 
     def note(self) -> None:
-        """Look which parameters have a gradient now."""
+        """Record which parameters have a gradient now."""
         if self._lacking:
             self._received |= {name for name, each in self._lacking if each.grad is not None}
             self._lacking = [(name, each) for name, each in self._lacking if each.grad is None]
 
     def clear(self) -> None:
-        """Let go of the module."""
+        """Release the module."""
         self._lacking.clear()
 
     def received(self) -> list[str]:
-        """Return the parameters that have received one, for a checkpoint."""
+        """Return the names of the parameters that received one, for a checkpoint."""
         return sorted(self._received)
 
     def restore(self, received: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Callbacks that look at the steps of optimizers: how many each has made, and along which gradient."""
+"""The base of callbacks that watch optimizer steps, and a count of each optimizer's steps."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,9 +13,9 @@ from andrea_callbacks.hooks.reports import ReportCallback
 
 
 class StepCounts:
-    """How many steps each optimizer of a trainer has made.
+    """Counts the steps of each optimizer of a trainer.
 
-    `global_step` counts the steps of all optimizers together, in whatever order they take turns.
+    `global_step` counts the steps of all optimizers together.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class StepCounts:
         self._seen: dict[str, int] = {}
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Begin with a fit; steps of which no counts were saved are shared out equally."""
+        """Start with a fit. Steps from a checkpoint without counts are divided equally."""
         self._seen.clear()
         for place in range(len(trainer.optimizers)):
             self._counts.setdefault(str(place), trainer.global_step // len(trainer.optimizers))
@@ -32,8 +32,8 @@ class StepCounts:
         """Count the step that an optimizer is about to make.
 
         Returns:
-            Its number, from 1; None where the optimizer, such as LBFGS, evaluates its loss once more within a
-            step that was counted.
+            Its number, from 1; None if the optimizer, such as LBFGS, evaluates its loss again within a step
+            that was already counted.
         """
         watch = watch_of(trainer)
         if watch is not None:
@@ -46,11 +46,11 @@ class StepCounts:
         return self._counts[place]
 
     def of(self, place: str) -> int:
-        """Return the steps that an optimizer has made, or is making, by its place among the trainer's."""
+        """Return the number of steps of an optimizer, given its index among the trainer's."""
         return self._counts.get(place, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts by the optimizers' places."""
+        """Return the counts by the optimizers' indices."""
         return dict(self._counts)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -59,12 +59,12 @@ class StepCounts:
 
 
 def is_due(count: int, every: int) -> bool:
-    """Say whether an optimizer's step is one of those recorded in detail: the first of every `every`."""
+    """Return whether a step is recorded in detail: the first of every `every` steps."""
     return (count - 1) % every == 0
 
 
 class StepCallback(ReportCallback):
-    """A callback that looks at the steps of optimizers, in modules that report their updates and in others.
+    """The base of callbacks that watch optimizer steps, in modules that report updates and in others.
 
     Args:
         name: Tells instances in the same trainer apart.
@@ -76,14 +76,14 @@ class StepCallback(ReportCallback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Count afresh with another fit."""
+        """Start counting again with a new fit."""
         if stage == "fit" and not trainer.global_step:
             self.steps = StepCounts()
         super().setup(trainer, pl_module, stage)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Follow the gradients from here on."""
+        """Start to watch the gradients."""
         self.steps.begin(trainer)
         watch_gradients(trainer, pl_module)
 
@@ -112,5 +112,5 @@ class StepCallback(ReportCallback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Follow the gradients no longer, whatever ended the fit."""
+        """Stop watching the gradients, whatever ended the fit."""
         unwatch_gradients(trainer)

@@ -1,7 +1,6 @@
-"""Lightning under its two names, `lightning.pytorch` and `pytorch_lightning`: one code, two sets of classes.
+"""Supports Lightning's two packages, `lightning.pytorch` and `pytorch_lightning`: two sets of equal classes.
 
-Everything here is written against the first. The second is recognised if somebody else has imported it; it is
-never imported from here.
+This library uses the first. It recognises classes of the second if they are imported, but never imports them.
 """
 
 import sys
@@ -14,7 +13,7 @@ _extended: dict[tuple[type, type], type] = {}
 
 
 def is_kind(value: object, kind: type) -> bool:
-    """Return whether a value is an instance of a Lightning class, or of the same class under its other name.
+    """Return whether a value is an instance of a Lightning class, or of its twin in the other package.
 
     Args:
         value: Any object.
@@ -25,7 +24,7 @@ def is_kind(value: object, kind: type) -> bool:
 
 
 def twin_of(kind: type) -> type | None:
-    """Return the same Lightning class under its other name, None where that package is not loaded."""
+    """Return the same Lightning class in the other package, None if that package is not imported."""
     for package, other in TWINS.items():
         if kind.__module__ == package or kind.__module__.startswith(f"{package}."):
             module = sys.modules.get(other + kind.__module__.removeprefix(package))
@@ -35,18 +34,18 @@ def twin_of(kind: type) -> type | None:
 
 
 def overrides(value: object, method: str) -> bool:
-    """Return whether the class of a module or callback has its own version of a method of Lightning's."""
+    """Return whether the class of a module or callback overrides one of Lightning's methods."""
     lightnings = (*TWINS, *TWINS.values())
     owner = next((each for each in type(value).__mro__ if method in vars(each)), None)
     return owner is not None and not owner.__module__.startswith(tuple(f"{name}." for name in lightnings))
 
 
 def with_twin(cls: type) -> type:
-    """Return a class whose instances both packages take for their own, `cls` itself where one is loaded.
+    """Return a class whose instances both packages accept; `cls` itself if only one package is imported.
 
-    The class is a subclass of `cls` and of the twin of its nearest Lightning base, under the name of `cls`.
-    Its instances can be pickled and copied: `cls` is what a pickle names. Give it to an instance at the end
-    of its construction: `self.__class__ = with_twin(type(self))`.
+    The class has the name of `cls`, and is a subclass of `cls` and of the twin of its nearest Lightning base.
+    Instances can be pickled and copied: the pickle names `cls`. Assign it at the end of the constructor:
+    `self.__class__ = with_twin(type(self))`.
     """
     twin = next((twin for base in cls.__mro__ if (twin := twin_of(base)) is not None), None)
     if twin is None or issubclass(cls, twin):

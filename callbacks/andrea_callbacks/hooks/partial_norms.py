@@ -1,4 +1,4 @@
-"""The norms of parameter groups and layers, and how many gradients there are of each kind."""
+"""Norms of parameter groups and layers, and counts of gradients by kind."""
 
 import re
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from andrea_callbacks.numerics.gradient_norm import GradientNorm, optimizer_para
 from andrea_callbacks.numerics.weight_change import group_names
 
 LAYERS = (r"^(?:\w+\.)*?\d+(?=\.)", r"^.*(?=\.)", r".*")
-"""A numbered block, such as `network.blocks.3`, or the module that has the parameter."""
+"""Match a numbered block, such as `network.blocks.3`, or else the parameter's module."""
 
 
 class LayerNames:
-    """The layer of each parameter, by regular expressions that are searched for in its name.
+    """Maps each parameter to its layer, by regular expressions on its name.
 
     Args:
-        owner: The callback that was given the expressions, for messages.
-        layers: Expressions; what the first that is found matches is the layer's name.
+        owner: Name of the callback with the option, for messages.
+        layers: Expressions, tried in order. The text that the first one matches is the layer's name.
 
     Raises:
         ValueError: If an expression cannot be parsed.
@@ -37,11 +37,11 @@ class LayerNames:
         self._names: dict[int, str] = {}
 
     def learn(self, module: pl.LightningModule) -> None:
-        """Learn the names of a module's parameters."""
+        """Look up the names of a module's parameters."""
         self._names = {id(each): name for name, each in module.named_parameters()}
 
     def clear(self) -> None:
-        """Let go of the module."""
+        """Release the module."""
         self._names.clear()
 
     def __getitem__(self, parameter: Tensor) -> str | None:
@@ -50,7 +50,7 @@ class LayerNames:
 
 
 def gradient_kinds(optimizer: Optimizer, norm: GradientNorm) -> dict[str, Tensor | int]:
-    """Return how many parameters have no gradient, one of zeros, a finite one, and one with NaN or Inf."""
+    """Return numbers of parameters without a gradient, with zeros, with a finite one, and with NaN or Inf."""
     is_sound = norm.rows[:, 1] == 0
     zero = (is_sound & (norm.rows[:, 0] == 0)).sum()
     bad = (~is_sound).sum()
@@ -85,7 +85,7 @@ def partial_norms(
 
 
 def placed_group_names(trainer: pl.Trainer, optimizer: Optimizer) -> list[str]:
-    """Return the names of an optimizer's groups, after its place where the trainer has several optimizers."""
+    """Return the names of an optimizer's groups, prefixed with its index if there are several optimizers."""
     names = group_names(optimizer)
     if len(trainer.optimizers) == 1:
         return names

@@ -1,8 +1,8 @@
-"""What a module, a batch, a strategy, a datamodule or a callback may offer here.
+"""What a module, batch, strategy, datamodule or callback may offer to the callbacks.
 
-All of it is optional and found by name alone. A batch may be a mapping, and of its keys these are read:
-`input_ids` (B, S) int, `labels` (B, S) int, `valid_mask` (B, S) bool, true where a token is no padding,
-`num_tokens` int, the labels that count, and `source_id`, `document_id`, `offset` (B,) int.
+Everything is optional and found by name. If a batch is a mapping, these keys are read: `input_ids` (B, S)
+int, `labels` (B, S) int, `valid_mask` (B, S) bool, false for padding, `num_tokens` int, the number of valid
+labels, and `source_id`, `document_id`, `offset` (B,) int.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,9 +18,9 @@ from andrea_callbacks.numerics.gradient_norm import GradientNorm
 
 @runtime_checkable
 class ReportsUpdates(Protocol):
-    """A module that measures its own updates; callbacks take its figures instead of computing them again.
+    """A module that measures its own updates. Callbacks use its figures instead of computing them again.
 
-    It hands every report to `publish_report`, in the order of updates, each once its outcome is known.
+    The module hands every report to `publish_report`, in order, once the update's outcome is known.
     """
 
     update_report: Mapping[str, Any] | None
@@ -28,7 +28,7 @@ class ReportsUpdates(Protocol):
 
 
 def reports_updates(module: object) -> bool:
-    """Say whether a module reports its updates; one that has another thing by that name does not."""
+    """Return whether a module reports its updates, and does not use the attribute for something else."""
     if not isinstance(module, ReportsUpdates):
         return False
     report: Any = module.update_report
@@ -37,7 +37,7 @@ def reports_updates(module: object) -> bool:
 
 @runtime_checkable
 class FinalizesUpdates(Protocol):
-    """A module that may learn of an update's outcome after its training step."""
+    """A module that may know an update's outcome only after its training step."""
 
     def finalize_update(self) -> None:
         """Wait for the outcome of the last update, and publish its report."""
@@ -49,31 +49,31 @@ class TakesReports(Protocol):
     """A callback or a datamodule that follows a module's updates."""
 
     def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
-        """Take an `UpdateReport`, which is a mapping too; `report["update"]` is its step."""
+        """Handle an `UpdateReport`, which is also a mapping; `report["update"]` is its step."""
         ...
 
 
 @runtime_checkable
 class RefusesUpdates(Protocol):
-    """A module that decides about its updates, and can be told that one must change nothing."""
+    """A module that decides about its updates and can be told to skip one."""
 
     def refuse_update(self, fault: str) -> None:
-        """Treat the update that is about to step as not finite, because of `fault`, a tensor's name."""
+        """Treat the coming update as not finite, because of the tensor named `fault`."""
         ...
 
 
 @runtime_checkable
 class HoldsMicroBatches(Protocol):
-    """A batch that consists of several micro-batches, all of one update."""
+    """A batch of several micro-batches that form one update."""
 
     @property
     def micro_batches(self) -> Sequence[Any]:
-        """The micro-batches, in the order in which they are run."""
+        """The micro-batches in order."""
         ...
 
 
 def micro_batches_of(batch: Any) -> list[Any]:
-    """Return the micro-batches of a batch: itself, unless it holds several."""
+    """Return the micro-batches of a batch, or the batch itself if it has none."""
     try:
         return list(batch.micro_batches) if isinstance(batch, HoldsMicroBatches) else [batch]
     except Exception:  # a batch of somebody's own, whose attributes raise
@@ -82,19 +82,19 @@ def micro_batches_of(batch: Any) -> list[Any]:
 
 @runtime_checkable
 class SequenceLosses(Protocol):
-    """A module that gives each sequence's loss, so that an update can be attributed to its sequences."""
+    """A module that computes each sequence's loss, so that an update can be attributed to its sequences."""
 
     def sequence_losses(self, micro_batch: Any) -> Tensor:
-        """Return (B,) losses with their graph; up to a factor, their sum over an update is its loss."""
+        """Return (B,) losses attached to the graph. Up to a factor, their sum over an update is its loss."""
         ...
 
 
 @runtime_checkable
 class SumsLosses(Protocol):
-    """A module that gives a micro-batch's loss, where it does not tell sequences apart."""
+    """A module that computes a micro-batch's loss, but not the loss of each sequence."""
 
     def loss_sum(self, micro_batch: Any) -> Tensor:
-        """Return the summed loss, 0-d, with its graph."""
+        """Return the summed loss, 0-d, attached to the graph."""
         ...
 
 
@@ -103,23 +103,23 @@ class CountsTokens(Protocol):
     """A module that counts the labels of a micro-batch."""
 
     def count_tokens(self, micro_batch: Any) -> int | Tensor:
-        """Return how many labels count: an int, or a 0-d tensor."""
+        """Return the number of valid labels: an int, or a 0-d tensor."""
         ...
 
 
 @runtime_checkable
 class SaysFlops(Protocol):
-    """A module that says what a token costs."""
+    """A module that knows its cost per token."""
 
     @property
     def flops_per_token(self) -> float:
-        """Floating-point operations of forward and backward pass for one valid token."""
+        """Floating-point operations per valid token, in forward and backward pass."""
         ...
 
 
 @runtime_checkable
 class HasHyperparameters(Protocol):
-    """A module or datamodule that says how it was made, in numbers and words."""
+    """A module or datamodule that lists its options."""
 
     @property
     def hyperparameters(self) -> Mapping[str, int | float | str | bool]:
@@ -129,17 +129,17 @@ class HasHyperparameters(Protocol):
 
 @runtime_checkable
 class NamesSources(Protocol):
-    """A datamodule of several sources of text."""
+    """A datamodule with several text sources."""
 
     @property
     def source_names(self) -> Sequence[str]:
-        """Names; the position is the `source_id` of a batch."""
+        """Names; the index is the `source_id` in batches."""
         ...
 
 
 @runtime_checkable
 class DescribesDocuments(Protocol):
-    """A datamodule that knows where a document is from."""
+    """A datamodule that knows where a document comes from."""
 
     def describe(self, document_id: int) -> str:
         """Return the place, such as file and line."""
@@ -148,7 +148,7 @@ class DescribesDocuments(Protocol):
 
 @runtime_checkable
 class LocatesText(Protocol):
-    """A datamodule that knows where in a document a sequence is from."""
+    """A datamodule that knows which part of a document a sequence comes from."""
 
     def locate(self, document_id: int, offset: int) -> str:
         """Return the place of the token `offset` of a document, such as file and line."""
@@ -157,13 +157,13 @@ class LocatesText(Protocol):
 
 @runtime_checkable
 class MixesSources(Protocol):
-    """A datamodule that mixes sources by weights, and changes these from phase to phase."""
+    """A datamodule that mixes sources by weights, which change from phase to phase."""
 
     def source_figures(self, update: int) -> Mapping[str, Any]:
-        """Return what is known of an update that was just reported; nothing where sources are not mixed.
+        """Return the mixture's figures of a just reported update; empty if sources are not mixed.
 
-        Keys: `phase` int, from 1; `phase_length` in updates; and by name of the source `weight`, `epochs`
-        gone through so far, and `reward`, where the update gave one.
+        Keys: `phase` int, from 1; `phase_length` in updates; and mappings by source name: `weight`, `epochs`
+        (passes so far), and `reward`, if the update gave one.
         """
         ...
 
@@ -173,7 +173,7 @@ class KnowsWords(Protocol):
     """A datamodule that knows the words of its training text."""
 
     def known_words(self) -> Collection[str]:
-        """Return what `andrea_callbacks.coherence_gate.units` makes of the training text, each once."""
+        """Return the distinct `andrea_callbacks.forensics.coherence_score.units` of the training text."""
         ...
 
 
@@ -191,7 +191,7 @@ class MeasuresGradients(Protocol):
     """A strategy or a module that measures gradients itself."""
 
     def gradient_norm(self, optimizer: Optimizer) -> GradientNorm:
-        """Return norms and non-finite counts of the gradients; kept until a gradient changes."""
+        """Return norms and non-finite counts of the gradients, cached until a gradient changes."""
         ...
 
 
@@ -200,9 +200,9 @@ class ClipsGradients(MeasuresGradients, Protocol):
     """A strategy that clips gradients too."""
 
     def clip_gradients(self, optimizer: Optimizer, max_norm: float, skip: Tensor | None = None) -> Tensor:
-        """Clip the gradients, at the latest in the optimizer's next step, and return the coefficient, 0-d.
+        """Clip the gradients, at the latest in the optimizer's next step; return the coefficient, 0-d.
 
-        With `skip`, 0-d float32, the device skips that step where it is 1: nothing changes.
+        If `skip`, 0-d float32, is 1, the device skips that step and nothing changes.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What a module reports of an update it made, and the callbacks that follow these reports."""
+"""Update reports of a module, and the base of callbacks that use them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,33 +14,32 @@ from andrea_callbacks.hooks.protocols import FinalizesUpdates, TakesReports
 from andrea_callbacks.hooks.scalars import ScalarCallback
 
 Outcome = Literal["applied", "empty", "nonfinite_skip", "scaler_skip", "nonfinite_raise", "pending"]
-"""What became of an update: it changed weights; it had no label; a NaN or Inf, or a GradScaler's overflow,
-made
-it change nothing; a NaN or Inf stops the run; or the device has not told yet."""
+"""An update's outcome: it changed the weights; it had no label; a NaN or Inf, or a GradScaler's overflow,
+kept it from changing them; a NaN or Inf stops the run; or the device has not told yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UpdateReport(Mapping[str, Any]):
-    """The report of one update. It is a mapping as well, of the fields that are known.
+    """The report of one update. It is also a mapping of its known fields.
 
     Args:
-        update: The update, from 1.
-        outcome: What became of it; `pending` only in what `training_step` returns.
-        loss: Token mean, 0-d; None where there was no label.
+        update: The update's number, from 1.
+        outcome: The update's outcome; `pending` occurs only in the result of `training_step`.
+        loss: Token mean, 0-d; None if there was no label.
         tokens: Label tokens over all ranks; a 0-d tensor while the outcome is pending.
         grad_norm: Global L2 norm before clipping, 0-d.
         grad_norm_clipped: Global L2 norm after clipping, 0-d.
-        clip_coefficient: What the gradients were multiplied by, 0-d.
-        lr: Learning rate of the first parameter group, the one that this update used; None where the
-            optimizer sets its rate itself.
+        clip_coefficient: Factor on the gradients, 0-d.
+        lr: Learning rate that this update used in the first parameter group; None if the optimizer sets its
+            rate itself.
         clip_seconds: Seconds that the host spent on measuring and clipping.
-        skipped: Updates so far that changed no weight.
-        loss_scale: The GradScaler's scale; None without one.
-        nonfinite: Which loss, gradient or tensor was not finite; None where all were.
-        source_losses: Token mean of each source, by `source_id`, None for one without a token; None for a
-            single source.
-        source_tokens: Label tokens of each source, likewise.
-        extra: Whatever else a module of another project reports, by name.
+        skipped: Updates so far that left the weights unchanged.
+        loss_scale: The GradScaler's scale; None without a GradScaler.
+        nonfinite: The loss, gradient or tensor that was not finite; None if all were finite.
+        source_losses: Token mean of each source, by `source_id`; None for a source without tokens. None with
+            a single source.
+        source_tokens: Label tokens of each source, by `source_id`; None with a single source.
+        extra: Everything else that a module of another project reports, by name.
     """
 
     update: int
@@ -61,7 +60,7 @@ class UpdateReport(Mapping[str, Any]):
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> "UpdateReport":
-        """Return a report that a module of any project gives as a mapping."""
+        """Return a report from the mapping that a module of any project gives."""
         if isinstance(report, UpdateReport):
             return report
         known = {name: report[name] for name in FIELDS if name in report}
@@ -87,7 +86,7 @@ class UpdateReport(Mapping[str, Any]):
 
 
 FIELDS = tuple(each.name for each in fields(UpdateReport) if each.name != "extra")
-"""The names by which a report is a mapping."""
+"""Keys of a report as a mapping."""
 
 
 def spell_nonfinite(fault: str | None) -> str:
@@ -96,7 +95,7 @@ def spell_nonfinite(fault: str | None) -> str:
 
 
 def publish_report(trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
-    """Hand the report of an update to the datamodule, and then to every callback, that takes reports."""
+    """Hand the report of an update first to the datamodule and then to every callback that takes reports."""
     report = UpdateReport.of(report)
     takers = [cast(Any, trainer).datamodule, *cast("list[Callback]", cast(Any, trainer).callbacks)]
     for taker in takers:
@@ -105,29 +104,29 @@ def publish_report(trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
 
 
 def finalize_updates(pl_module: pl.LightningModule) -> None:
-    """Have a module publish the report of its last update, where its outcome was not known yet."""
+    """Make a module publish the report of its last update if its outcome was still pending."""
     if isinstance(pl_module, FinalizesUpdates):
         pl_module.finalize_update()
 
 
 class ReportCallback(ScalarCallback):
-    """A callback that takes the report of every update once, that of an update which raised included."""
+    """The base of callbacks that take the report of every update once, including an update that raised."""
 
     def take_report(self, trainer: pl.Trainer, report: Mapping[str, Any]) -> None:
-        """Take a report, which may be a plain mapping, from a module of any project."""
+        """Handle a report from a module of any project; it may be a plain mapping."""
         self.on_report(trainer, UpdateReport.of(report))
 
     def on_report(self, trainer: pl.Trainer, report: UpdateReport) -> None:
-        """Do what there is to do with a report; `report.update` is its step."""
+        """Handle a report; `report.update` is its step."""
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """See to it that the epoch's last update is known."""
+        """Make sure that the epoch's last update is reported."""
         finalize_updates(pl_module)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """See to it that the last update is known, and write it."""
+        """Make sure that the last update is reported, and write it."""
         finalize_updates(pl_module)
         super().on_train_end(trainer, pl_module)
 
@@ -135,7 +134,7 @@ class ReportCallback(ScalarCallback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Write the last update, if the device can still tell what became of it."""
+        """Write the last update, if the device can still tell its outcome."""
         with suppress(Exception):
             finalize_updates(pl_module)
         super().on_exception(trainer, pl_module, exception)

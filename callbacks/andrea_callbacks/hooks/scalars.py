@@ -1,4 +1,4 @@
-"""Scalars that keep their own step: collected on the device, written in batches, once each, in order."""
+"""Scalars with their own steps: collected on the device, then written in batches, once each, in order."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from andrea_callbacks.numerics.host_transfer import widest
 
 @dataclass(frozen=True, slots=True)
 class Doubtful:
-    """A number that is left out when it is written, if the device finds it untrustworthy by then."""
+    """A number that is not written if its flag on the device turns out to be set."""
 
     value: Tensor
     """0-d."""
@@ -30,15 +30,15 @@ Value = Tensor | float | int | Doubtful
 
 
 LATE = 2
-"""Newest steps that a full buffer keeps back; what is learnt of an update during the next still joins it."""
+"""Newest steps that a full buffer does not write yet, since the next update may still add to them."""
 
 
 class ScalarBuffer:
-    """What is still to be written for one trainer; shared by all callbacks, so that a step is one row.
+    """Unwritten scalars of one trainer, shared by all its callbacks, so that each step is one row.
 
     Args:
-        trainer: Its loggers get the scalars.
-        capacity: Steps written at once, when there are so many and `LATE` more.
+        trainer: Its loggers receive the scalars.
+        capacity: Steps to write at once, as soon as there are `LATE` more.
     """
 
     def __init__(self, trainer: pl.Trainer, capacity: int = 50) -> None:
@@ -48,7 +48,7 @@ class ScalarBuffer:
         self._warned: set[int] = set()
 
     def record(self, step: int, values: Mapping[str, Value]) -> None:
-        """Keep scalars for a step. Tensors may stay on an accelerator; nothing waits for them here."""
+        """Keep scalars for a step. Tensors may be on an accelerator; nothing waits for them here."""
         if not self._loggers():
             return
         if step not in self._steps and len(self._steps) >= self.capacity + LATE:
@@ -70,7 +70,7 @@ class ScalarBuffer:
                     self._warn(logger, step, error)
 
     def _warn(self, logger: Logger, step: int, error: OSError) -> None:
-        """Say once that a logger's disk refuses what is logged; the run matters more."""
+        """Warn once that a logger cannot write to its disk; the run continues."""
         if id(logger) not in self._warned:
             self._warned.add(id(logger))
             rank_zero_warn(
@@ -90,9 +90,9 @@ def _kept(value: Value) -> Tensor | float | Doubtful:
 
 
 def to_host(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Turn all 0-d tensors in rows into numbers with one transfer a device; other values stay.
+    """Turn all 0-d tensors in rows into numbers, with one transfer per device; other values stay.
 
-    Doubtful numbers that turn out not to be trusted are left out.
+    `Doubtful` numbers whose flag is set are left out.
     """
     tensors: dict[torch.device, list[Tensor]] = {}
     for row in rows:
@@ -118,7 +118,7 @@ def to_host(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def add_text(trainer: pl.Trainer, name: str, text: str, step: int) -> None:
-    """Give a text, in Markdown, to the loggers that take text, such as TensorBoard's; on rank zero."""
+    """Give a Markdown text to the loggers that accept text, such as TensorBoard's, on rank zero."""
     for logger in trainer.loggers if trainer.is_global_zero else []:
         add = getattr(getattr(logger, "experiment", None), "add_text", None)
         if callable(add):
@@ -136,33 +136,34 @@ def scalar_buffer(trainer: pl.Trainer) -> ScalarBuffer:
 
 
 def refuse_climbing(owner: str, name: str | None) -> None:
-    """Refuse a name that would lead to another folder where it becomes part of a file's name.
+    """Refuse a name that would change the folder of a file that is named after it.
 
     Raises:
-        ValueError: If it has a separator of paths.
+        ValueError: If it contains a path separator.
     """
     if name is not None and ("/" in name or "\\" in name or name in ("", ".", "..")):
         raise ValueError(f"{owner}: name {name!r} must be a word or two, without path separators")
 
 
 def without_module(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a callback's attributes without the methods of its module that Lightning gives it for a fit.
+    """Return a callback's attributes without the module's methods that Lightning attaches during a fit.
 
-    A pickle or a copy of the callback would hold the module's weights.
+    With them, a pickle or a copy of the callback would hold the module's weights.
     """
     return {name: value for name, value in state.items() if name not in ("log", "log_dict")}
 
 
 class ScalarCallback(Callback):
-    """A callback that records scalars, and sees to it that they are written.
+    """The base of callbacks that record scalars.
 
-    It writes them when the buffer is full, before validation and checkpoints, on an exception and at the end.
+    Scalars are written when the buffer is full, before validation and checkpoints, on an exception and at the
+    end.
 
     Args:
-        name: Tells instances of one class in the same trainer apart: their state in a checkpoint goes by it.
+        name: Tells instances of one class in the same trainer apart; part of the key of their state.
 
     Raises:
-        ValueError: If the name has a separator of paths.
+        ValueError: If the name contains a path separator.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -172,22 +173,22 @@ class ScalarCallback(Callback):
         self._has_fitted = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the module out."""
+        """Leave the module out of pickles and copies."""
         return without_module(self.__dict__)
 
     @property
     @override
     def state_key(self) -> str:
-        """What the state goes by in a checkpoint: the class, and the name where one was given."""
+        """The key of this callback's state in a checkpoint: its class, and its name if it has one."""
         kind = type(self).__qualname__
         return kind if self.name is None else f"{kind}[{self.name}]"
 
     def reset(self) -> None:
-        """Forget an earlier fit of this instance; what a checkpoint holds is loaded after this."""
+        """Reset what an earlier fit of this instance left. A checkpoint's state is loaded afterwards."""
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Start afresh with another fit, unless the trainer goes on with the last one."""
+        """Reset before another fit, unless the trainer continues the last one."""
         if stage == "fit":
             if self._has_fitted and not trainer.global_step:
                 self.reset()
@@ -199,24 +200,24 @@ class ScalarCallback(Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write what there is, so that validation follows its update."""
+        """Write the buffer, so that validation comes after its update."""
         scalar_buffer(trainer).flush()
 
     @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Write what there is, so that no checkpoint is ahead of its curves."""
+        """Write the buffer, so that no checkpoint is ahead of its curves."""
         scalar_buffer(trainer).flush()
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Write what there is; the last updates matter most."""
+        """Write the buffer; the last updates matter most."""
         scalar_buffer(trainer).flush()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write what there is."""
+        """Write the buffer."""
         scalar_buffer(trainer).flush()

@@ -1,6 +1,6 @@
-"""Text on its way to a terminal: what would move the cursor, colour or retitle it is shown instead.
+"""Escapes control sequences in text for a terminal, which could move the cursor, colour it or retitle it.
 
-File names, documents, samples of a model and errors about any of them can hold such signs.
+File names, documents, model samples, and error messages about them can contain such sequences.
 """
 
 import unicodedata
@@ -9,14 +9,14 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 KEPT = "\n\t\u200c\u200d\u00ad"
-"""Newline and tab; and joiners and the soft hyphen, which words are written with."""
+"""Newline and tab; and the joiners and the soft hyphen, which occur within words."""
 
 
 def escaped(text: str) -> str:
-    r"""Return a text with every sign that steers a terminal written as an escape, such as ``\x1b``.
+    r"""Return a text with every character that controls a terminal written as an escape, such as ``\x1b``.
 
-    Control characters but newline and tab are, C1 controls among them; marks that turn the direction of
-    writing or are not seen; and halves of surrogate pairs, by which Python holds file names that are no
+    Escapes all control characters but newline and tab (C1 controls too), invisible marks and marks that
+    change the direction of writing, and lone surrogates, by which Python represents file names that are not
     UTF-8.
 
     Example:

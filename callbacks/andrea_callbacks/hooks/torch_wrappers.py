@@ -1,4 +1,4 @@
-"""Functions of torch that are wrapped while a watched fit runs: the backward pass and the clips."""
+"""Wraps torch's backward pass and clips while a watched fit runs."""
 
 import threading
 from collections.abc import Callable
@@ -13,16 +13,16 @@ from andrea_callbacks.numerics.gradient_norm import present_gradients
 
 
 class TorchWrappers:
-    """Functions of torch, wrapped so that fits that are watched learn of backward passes and clips.
+    """Wrappers around functions of torch that report backward passes and clips to watched fits.
 
-    `clip_grad_norm_`, `clip_grad_value_` and `clip_grads_with_norm_` all group their gradients by device
-    first, by a function that they look up in their own module: wrapping that one reaches them however they
-    were imported. With nothing to watch the wrappers only call the original; `torch.compile` does not trace
-    them.
+    `clip_grad_norm_`, `clip_grad_value_` and `clip_grads_with_norm_` first group their gradients by device,
+    with a function that they look up in their own module. Wrapping that function reaches all of them, however
+    they were imported. Without a watched fit the wrappers only call the original. `torch.compile` does not
+    trace them.
 
     Args:
-        tell: Takes the name of what happened, a method of every watch, and its arguments.
-        is_watched: Whether any fit is watched.
+        tell: Calls a method of every watch; takes its name and arguments.
+        is_watched: Returns whether any fit is watched.
     """
 
     def __init__(self, tell: Callable[..., None], is_watched: Callable[[], bool]) -> None:
@@ -34,12 +34,12 @@ class TorchWrappers:
         self.pauses = 0
 
     def is_in_backward(self) -> bool:
-        """Say whether this thread runs a backward pass, or works for one."""
+        """Return whether this thread runs a backward pass, or works for one."""
         is_of_torch = isinstance(threading.current_thread(), threading._DummyThread)  # pyright: ignore
         return bool(self._in_backward) and (threading.get_ident() in self._in_backward or is_of_torch)
 
     def put_in(self) -> None:
-        """Wrap the functions, where they are not wrapped."""
+        """Wrap the functions, unless they are wrapped already."""
         if self._put:
             return
         for owner, name, wrap in (
@@ -56,7 +56,7 @@ class TorchWrappers:
                 self._put.append((owner, name, original, wrapper))
 
     def take_out(self) -> None:
-        """Put the functions back, all but those that somebody else has wrapped since."""
+        """Restore the functions, except those that other code has wrapped since."""
         put, self._put = self._put, []
         for owner, name, original, wrapper in put:
             if getattr(owner, name) is wrapper:

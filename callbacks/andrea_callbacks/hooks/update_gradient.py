@@ -1,4 +1,4 @@
-"""The gradient of an update as it was before anybody changed it, and what clips made of it."""
+"""An update's gradient before any change, and the clips that changed it."""
 
 from dataclasses import dataclass
 
@@ -9,36 +9,36 @@ from andrea_callbacks.numerics.gradient_norm import GradientNorm
 
 @dataclass(slots=True, kw_only=True)
 class Clip:
-    """What clips made of a gradient."""
+    """The effect of clips on a gradient."""
 
     threshold: float | None
-    """Global L2 norm that the whole gradient was clipped to, without a loss scale; None where it was clipped
-    by value, by another norm, in parts, or twice."""
+    """Global L2 norm that the whole gradient was clipped to, without a loss scale; None if it was clipped by
+    value, by another norm, in parts, or twice."""
     clipped: Tensor | None = None
-    """Norm that was left, 0-d, without a loss scale; None until it is measured."""
+    """Norm after clipping, 0-d, without a loss scale; None until it is measured."""
     is_uniform: bool = False
     """Whether every element was multiplied by the same number."""
 
 
 @dataclass(slots=True, kw_only=True)
 class UpdateGradient:
-    """The gradient of an update as it was before anybody changed it, for one optimizer."""
+    """An update's gradient for one optimizer, before any change."""
 
     norm: GradientNorm
-    """As measured, with `scale` in it."""
+    """The measured norm, which includes `scale`."""
     scale: float
-    """The loss scale that the measured gradients carried; 1 where there was none any more."""
+    """The loss scale in the measured gradients; 1 if they carried none."""
     is_altered: bool = False
-    """Whether something other than a clip changed it before it was measured; `norm` is of what was left."""
+    """Whether something other than a clip changed the gradient before the measurement of `norm`."""
     doubt: Tensor | None = None
-    """0-d bool on the device: whether it was changed in a way that torch does not count, such as through
-    `.data`; None where that cannot be told."""
+    """0-d bool on the device: whether the gradient was changed in a way that torch does not count, such as
+    through `.data`; None if that is unknown."""
     clip: Clip | None = None
-    """What clips made of it so far, None where there was none."""
+    """The effect of clips so far; None if there was no clip."""
     awaits_clip: bool = False
-    """Whether somebody wants to know of a clip that comes after the step's hook, and what it leaves."""
+    """Whether a callback asked for the norm after a clip that comes after the step's hook."""
     expected: float | None = None
-    """The threshold of a clip that is coming, of which it is known beforehand what it leaves."""
+    """The threshold of a coming clip whose result is known in advance."""
 
     @property
     def total(self) -> Tensor:

@@ -1,8 +1,8 @@
-"""The micro-batches of the update that is being made, so that it can be told what went into it.
+"""Keeps the micro-batches of the current update, so that reports can name what went into it.
 
-on_train_batch_start ──> micro-batches, random state      a Window's own, or one batch after the other where
-on_before_backward   ──> losses                            Lightning or somebody's training_step accumulates
-on_train_batch_end   ──> the update is over once global_step moved
+on_train_batch_start ──> micro-batches, random state      those of a Window, or one batch after the other if
+on_before_backward   ──> losses                            Lightning or a training_step accumulates
+on_train_batch_end   ──> the update is over if global_step moved
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from andrea_callbacks.numerics.host_transfer import widest
 from andrea_callbacks.numerics.rng_state import RandomState
 
 MOST_BATCHES = 64
-"""Batches kept while no optimizer steps, unless Lightning is told to accumulate more."""
+"""Batches kept while no optimizer steps, unless Lightning accumulates more."""
 
 MOST_LOSSES = 4096
 """Losses kept while no optimizer steps."""
@@ -29,27 +29,27 @@ MOST_LOSSES = 4096
 
 @dataclass(slots=True, kw_only=True)
 class UpdateWindow:
-    """What went into an update."""
+    """The inputs of an update."""
 
     number: int = 0
-    """The update, from 1."""
+    """The update's number, from 1."""
     micro_batches: list[Any] = field(default_factory=list[Any])
     """On the module's device."""
     states: list[RandomState | None] = field(default_factory=list[RandomState | None])
-    """The random state before each micro-batch, None where it is that which the one before left."""
+    """The random state before each micro-batch; None if the previous micro-batch left it."""
     losses: list[Tensor] = field(default_factory=list[Tensor])
-    """What backward passes started from, 0-d, on the device; with a GradScaler still scaled."""
+    """Losses that backward passes started from, 0-d, on the device; with a GradScaler still scaled."""
     modes: list[tuple[nn.Module, bool]] = field(default_factory=list[tuple[nn.Module, bool]])
-    """Which modules were in training mode."""
+    """Every module, and whether it was in training mode."""
     is_whole: bool = True
-    """Whether all micro-batches are here."""
+    """Whether all micro-batches were kept."""
 
 
 class WindowCallback(StepCallback):
-    """A callback that knows the micro-batches of the update which is being made.
+    """The base of callbacks that need the micro-batches of the current update.
 
     Args:
-        keeps_batches: Whether micro-batches and random states are kept, or losses alone.
+        keeps_batches: Whether to keep micro-batches and random states, or only losses.
         name: Tells instances in the same trainer apart.
     """
 
@@ -57,14 +57,14 @@ class WindowCallback(StepCallback):
         super().__init__(name)
         self._keeps_batches = keeps_batches
         self.window = UpdateWindow()
-        """The update that is being made."""
+        """The current update."""
         self.previous = UpdateWindow()
-        """The update before, whose outcome may not be known yet."""
+        """The previous update, whose outcome may still be pending."""
         self._step = 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget an update that broke off."""
+        """Drop the state of an update that was cut short."""
         super().on_train_start(trainer, pl_module)
         self.window, self.previous = UpdateWindow(), UpdateWindow()
         self._step = trainer.global_step
@@ -73,7 +73,7 @@ class WindowCallback(StepCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the micro-batches and the random state that they start from."""
+        """Keep the micro-batches and the random state before them."""
         window = self.window
         window.number = trainer.global_step + 1
         if not self._keeps_batches:
@@ -108,7 +108,7 @@ class WindowCallback(StepCallback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let go of the micro-batches."""
+        """Release the micro-batches."""
         super().on_train_end(trainer, pl_module)
         self.window, self.previous = UpdateWindow(), UpdateWindow()
 
@@ -116,12 +116,12 @@ class WindowCallback(StepCallback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Let go of the micro-batches."""
+        """Release the micro-batches."""
         super().on_exception(trainer, pl_module, exception)
         self.window, self.previous = UpdateWindow(), UpdateWindow()
 
     def window_loss(self, trainer: pl.Trainer) -> Tensor | None:
-        """Return what this rank's backward passes started from since the last step, added up and unscaled."""
+        """Return the sum of this rank's losses since the last step, unscaled; None without a loss."""
         losses = [each.to(widest(each.device)) for each in self.window.losses if not each.ndim]
         scaler = scaler_of(trainer)
         if not losses:
@@ -130,7 +130,7 @@ class WindowCallback(StepCallback):
         return total if scaler is None else total / scaler.get_scale()
 
     def window_of(self, update: int) -> UpdateWindow | None:
-        """Return the window of an update, None where it is gone or was never whole."""
+        """Return the window of an update, None if it is gone or was never complete."""
         for window in (self.window, self.previous):
             first = window.number
             if window.micro_batches and window.is_whole and first <= update:
@@ -139,5 +139,5 @@ class WindowCallback(StepCallback):
 
 
 def _kept(micro_batch: Any) -> Any:
-    """Return a micro-batch that stays as it is when a training step takes keys out of it."""
+    """Return a copy of a dict, so that a training step may remove keys; other batches as they are."""
     return dict(cast("Mapping[Any, Any]", micro_batch)) if type(micro_batch) is dict else micro_batch

@@ -1,4 +1,4 @@
-"""Files that a kill, a full disk or a power cut leaves whole: the old content or the new."""
+"""Writes files so that a kill, a full disk or a power cut leaves either the old content or the new."""
 
 import hashlib
 import os
@@ -9,14 +9,14 @@ from pathlib import Path
 
 TEMPORARY_PREFIX = ".andrea-"
 TEMPORARY_SUFFIX = ".part"
-"""What a file is named while it is written, in the folder that it will lie in."""
+"""Name of a temporary file while it is written, in the folder of the final file."""
 
 
 def append_durably(file: Path, lines: bytes) -> None:
-    """Append whole lines to a file and wait until the disk has them; a torn last line is ended first.
+    """Append whole lines to a file and wait until the disk has them; first end a torn last line.
 
     Raises:
-        OSError: If that cannot be done; then none of them is left there, as far as the disk lets it.
+        OSError: If the lines cannot be written. What was written of them is removed if the disk allows it.
     """
     make_folder_durably(file.parent)
     is_new = not file.exists()
@@ -41,18 +41,18 @@ def append_durably(file: Path, lines: bytes) -> None:
 def replace_durably(
     file: Path, write: Callable[[int], None], before: Callable[[], None] | None = None
 ) -> None:
-    """Give a file new content, under its name all at once, and wait until the disk has it.
+    """Replace a file's content atomically, and wait until the disk has it.
 
-    The content is written into a temporary file of the same folder, synchronised, and renamed; then the
-    folder is synchronised. `TMPDIR` has no part in it.
+    The content is written into a temporary file in the same folder, synchronised, and renamed; then the
+    folder is synchronised. `TMPDIR` is not used.
 
     Args:
-        file: Where it will be.
+        file: The file.
         write: Writes the content to a file descriptor.
-        before: Called when the content is on the disk and not under its name yet.
+        before: Called when the content is on the disk, but not under its name yet.
 
     Raises:
-        OSError: If that cannot be done; what was there before is as it was, and nothing else is left.
+        OSError: If the content cannot be written. The old file is unchanged, and no temporary file is left.
     """
     descriptor, name = tempfile.mkstemp(TEMPORARY_SUFFIX, f"{TEMPORARY_PREFIX}{file.name}-", file.parent)
     try:
@@ -80,13 +80,13 @@ def write_all(descriptor: int, content: bytes | memoryview) -> None:
 
 
 def make_folder_durably(folder: Path) -> list[Path]:
-    """Make a folder and its parents where they are missing, and wait until the disk has their names.
+    """Make a folder and its missing parents, and wait until the disk has their names.
 
     Returns:
-        The folders that were made here, the outermost first; what another process made is not among them.
+        The folders made by this call, the outermost first, without those that another process made.
 
     Raises:
-        OSError: If that cannot be done.
+        OSError: If a folder cannot be made.
     """
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     made: list[Path] = []
@@ -118,10 +118,10 @@ def checksum(path: Path) -> str:
 
 
 def remove_temporaries(folder: Path) -> list[Path]:
-    """Remove what killed processes were writing; nobody else may be writing there.
+    """Remove temporary files of killed processes. No other process may be writing in the folder.
 
     Returns:
-        What was removed.
+        The removed files.
     """
     found = sorted(folder.glob(f"{TEMPORARY_PREFIX}*{TEMPORARY_SUFFIX}"))
     for each in found:

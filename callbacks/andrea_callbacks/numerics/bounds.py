@@ -1,19 +1,19 @@
-"""Bounds of options, said alike by every class."""
+"""One check for the lower bounds of options."""
 
 
 def require_at_least(
     least: float, owner: str, error: type[ValueError] = ValueError, **options: float | None
 ) -> None:
-    """Refuse options under a bound; one that is None is not given.
+    """Refuse options below a bound. None means that an option is not given.
 
     Args:
         least: The bound.
-        owner: The class whose options they are, for the message; empty where it is not named.
-        error: What is raised.
+        owner: Name of the options' class, for the message; empty to leave it out.
+        error: Class of the error.
         options: Values by name.
 
     Raises:
-        ValueError: If one is less, or NaN; the message names it.
+        ValueError: If a value is less than the bound, or NaN; the message names it.
     """
     for name, value in options.items():
         if value is not None and not value >= least:

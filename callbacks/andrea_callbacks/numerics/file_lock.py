@@ -1,4 +1,4 @@
-"""Locks of the kernel (`flock`) on open files: they end with the process that holds them, however it ends."""
+"""Kernel locks (`flock`) on open files. They end with their process, however it ends."""
 
 import errno
 import os
@@ -12,22 +12,22 @@ except ImportError:  # Windows
     fcntl = None
 
 HELD = (errno.EAGAIN, errno.EACCES)
-"""Errors by which a file system says that another process has the lock; NFS may use the second."""
+"""Error numbers that mean that another process holds the lock; NFS may use the second."""
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> str | None:
-    """Lock an open file, for this process alone or together with others.
+    """Lock an open file.
 
     Args:
         descriptor: The file.
-        shared: Whether others may hold it too.
-        wait: Whether to wait for those who hold it.
+        shared: Whether other processes may hold the lock too.
+        wait: Whether to wait for the current holders.
 
     Returns:
-        None; why not where the file system or the machine has no locks, in words.
+        None, or the reason in words if the file system or the machine has no locks.
 
     Raises:
-        BlockingIOError: If another process has it and this one does not wait.
+        BlockingIOError: If another process holds the lock, and `wait` is false.
     """
     if fcntl is None:
         return "this system has no flock"
@@ -43,14 +43,14 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> str | 
 
 
 def unlock(descriptor: int) -> None:
-    """Let go of a file, also where a fork has inherited it; nothing where it was not locked."""
+    """Release a file's lock, also for forks that inherited it. An unlocked file is no error."""
     if fcntl is not None:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def this_holder() -> dict[str, int | str]:
-    """Return what a lock file says of the process that holds it."""
+    """Return the contents of a lock file about the current process."""
     return {
         "process": os.getpid(),
         "machine": socket.gethostname(),

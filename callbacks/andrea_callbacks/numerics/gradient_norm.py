@@ -1,7 +1,7 @@
-"""Norms of gradients that agree with float64, without the time float64 costs on a CPU.
+"""Gradient norms that agree with float64, without the cost of float64 on a CPU.
 
-torch's own float32 norm on a CPU adds up a whole tensor in a few float32 lanes and is 1.3 % low over 120M
-elements. Here rows of a thousand elements are summed in float32 and the rows' norms in float64.
+torch's float32 norm on a CPU sums a whole tensor in a few float32 lanes and is 1.3 % low over 120M elements.
+This module sums rows of about a thousand elements in float32, and the norms of the rows in float64.
 """
 
 import sys
@@ -17,20 +17,20 @@ from torch.optim import Optimizer
 from andrea_callbacks.numerics.host_transfer import widest
 
 ROW = 1024
-"""Elements whose squares are added in float32 before float64 takes over."""
+"""Elements whose squares are summed in float32 before float64 takes over."""
 
 TINY = 1e-12
-"""Norms under this may have lost squares that float32 cannot hold, and are computed again in float64."""
+"""Norms below this may have lost squares that underflow in float32, and are computed again in float64."""
 
 Measure = Callable[[Sequence[Tensor]], Tensor]
-"""What `squared_norms` does; an extension may do it faster."""
+"""A function like `squared_norms`; an extension may be faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class GradientNorm:
-    """What is known of the gradients of one optimizer at one moment. Tensors stay where the gradients are.
+    """Norms of one optimizer's gradients at one moment. Tensors stay on the gradients' device.
 
-    Where gradients are sharded (DTensor) all figures are those of the whole, alike on every rank.
+    For sharded gradients (DTensor) all figures are those of the full tensors, the same on every rank.
     """
 
     total: Tensor
@@ -40,7 +40,7 @@ class GradientNorm:
     """The P parameters that have a gradient, each once."""
 
     rows: Tensor
-    """(P, 2) like `total`: each gradient's sum of squares, and how many of its elements are NaN or Inf."""
+    """(P, 2), dtype of `total`: each gradient's sum of squares, and its number of NaN and Inf elements."""
 
     def __repr__(self) -> str:
         return f"GradientNorm(total={self.total}, parameters={len(self.parameters)})"
@@ -52,11 +52,11 @@ class GradientNorm:
 
     @property
     def nonfinite(self) -> Tensor:
-        """(P,) NaN and Inf elements of each gradient."""
+        """(P,) number of NaN and Inf elements of each gradient."""
         return self.rows[:, 1]
 
     def first_nonfinite(self, module: nn.Module) -> str | None:
-        """Return the name of the module's first parameter with a NaN or Inf, None if there is none; waits."""
+        """Return the module's first parameter name with a NaN or Inf, or None. Waits for the device."""
         counts = cast("list[float]", self.nonfinite.tolist())
         bad = {id(each) for each, count in zip(self.parameters, counts, strict=True) if count}
         return next((name for name, each in module.named_parameters() if id(each) in bad), None)
@@ -64,23 +64,23 @@ class GradientNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientMoment:
-    """Gradients as they were: which tensors, and how often each had been written."""
+    """The state of gradients at one moment: the tensors, and how often each had been written."""
 
     tensors: tuple["ref[Tensor]", ...]
     versions: tuple[int, ...]
 
     @classmethod
     def of(cls, gradients: list[Tensor]) -> "GradientMoment":
-        """Remember gradients."""
+        """Return the current state of gradients."""
         return cls(tensors=tuple(map(ref, gradients)), versions=tuple(map(version_of, gradients)))
 
     def shares_one_with(self, gradients: list[Tensor]) -> bool:
-        """Say whether any of the tensors still is a gradient, written to or not."""
+        """Return whether any of the tensors is still a gradient, written to or not."""
         present = set(map(id, gradients))
         return any(id(kept()) in present for kept in self.tensors)
 
     def is_that_of(self, gradients: list[Tensor]) -> bool:
-        """Say whether these are the same tensors, not written to since then."""
+        """Return whether these are the same tensors, not written to since then."""
         return (
             len(gradients) == len(self.tensors)
             and all(kept() is each for kept, each in zip(self.tensors, gradients, strict=True))
@@ -89,13 +89,13 @@ class GradientMoment:
 
 
 class NormCache:
-    """Norms of optimizers' gradients, each measured once and kept until a gradient is replaced or written to.
+    """Caches norms of optimizers' gradients until a gradient is replaced or written to.
 
-    Writes that torch does not count, through `.data` and by `GradScaler.unscale_`, are not seen: call
-    `invalidate` after them.
+    The cache does not see writes that torch does not count, through `.data` and by `GradScaler.unscale_`.
+    Call `invalidate` after them.
 
     Args:
-        measure: Used in place of `squared_norms`.
+        measure: Replaces `squared_norms`.
     """
 
     def __init__(self, measure: "Measure | None" = None) -> None:
@@ -103,7 +103,7 @@ class NormCache:
         self._norms: WeakKeyDictionary[Optimizer, tuple[GradientMoment, GradientNorm]] = WeakKeyDictionary()
 
     def norm(self, optimizer: Optimizer) -> GradientNorm:
-        """Return norms and non-finite counts of the gradients of an optimizer, as they are."""
+        """Return norms and non-finite counts of an optimizer's current gradients."""
         gradients = present_gradients(optimizer_parameters(optimizer))
         moment, norm = self._norms.get(optimizer, (None, None))
         if moment is None or norm is None or not moment.is_that_of(gradients):
@@ -112,24 +112,25 @@ class NormCache:
         return norm
 
     def moment(self, optimizer: Optimizer) -> GradientMoment:
-        """Return the gradients whose norm was measured last."""
+        """Return the state of the gradients at the last measurement."""
         return self._norms[optimizer][0]
 
     def invalidate(self, optimizer: Optimizer) -> None:
-        """Have the norm computed anew the next time."""
+        """Drop the cached norm of an optimizer."""
         self._norms.pop(optimizer, None)
 
 
 def version_of(gradient: Tensor) -> int:
-    """Return how often torch counts a gradient as written.
+    """Return torch's count of writes to a gradient.
 
-    A DTensor's own count stands still, that of its part moves. Writes through `.data` are not counted.
+    For a DTensor this is the count of its local part; its own never changes. Writes through `.data` are not
+    counted.
     """
     return local_gradient(gradient)._version
 
 
 def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return every tensor once, in order, however often it is listed."""
+    """Return the tensors in order without duplicates."""
     return list({id(parameter): parameter for parameter in parameters}.values())
 
 
@@ -144,19 +145,19 @@ def present_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def gradient_norm(parameters: Iterable[Tensor], measure: "Measure | None" = None) -> GradientNorm:
-    """Return the global L2 norm of the gradients, and each one's share of it.
+    """Return the global L2 norm of the gradients, and each gradient's part of it.
 
-    Parameters listed twice count once; those without a gradient count nothing; sparse gradients count with
-    rows added up, and other layouts by their dense values. Mixed dtypes and devices are fine. A finite
-    float32, bfloat16 or float16 gradient has a finite norm. Autocast has no influence. Sharded gradients are
-    summed over the ranks that share them, so that all of those ranks must call this together.
+    A parameter listed twice counts once. Parameters without a gradient do not count. Sparse gradients are
+    coalesced, and other layouts are made dense. Mixed dtypes and devices are fine. A finite float32, bfloat16
+    or float16 gradient has a finite norm. Autocast has no effect. Sharded gradients are summed over the ranks
+    that share them; all of those ranks must call this together.
 
     Args:
         parameters: Tensors with or without `grad`.
-        measure: Used in place of `squared_norms`.
+        measure: Replaces `squared_norms`.
 
     Returns:
-        Figures on the first gradient's device, with a relative error under 1e-6. Nothing waits for an
+        Figures on the first gradient's device, with a relative error below 1e-6. Nothing waits for an
         accelerator.
     """
     listed = distinct(parameters)
@@ -177,7 +178,7 @@ def gradient_norm(parameters: Iterable[Tensor], measure: "Measure | None" = None
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Say whether a tensor is a DTensor, without importing that module where nobody else did."""
+    """Return whether a tensor is a DTensor, without importing DTensor."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -185,7 +186,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_gradient(gradient: Tensor) -> Tensor:
-    """Return this rank's part of a gradient: all of it, unless it is a DTensor."""
+    """Return this rank's part of a gradient: the whole gradient, unless it is a DTensor."""
     if not is_sharded(gradient):
         return gradient
     with torch.no_grad():  # where this is the part itself and no view of it
@@ -196,7 +197,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return (T, 2) float64 on the first tensor's device: sums of squares, numbers of NaN and Inf elements.
 
     Args:
-        tensors: Contiguous, real, at least one; empty ones count nothing.
+        tensors: At least one contiguous real tensor; empty tensors give zeros.
     """
     if all(each.device.type == "cpu" for each in tensors):
         return _squared_norms_on_cpu(tensors)
@@ -222,7 +223,7 @@ def _squared_norms_on_cpu(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _row_norms(values: Tensor) -> Tensor:
-    """Return float64 norms of parts of a tensor, enough of them for a float64 sum to be exact."""
+    """Return float64 norms of the tensor's rows of `ROW` elements and of the rest."""
     values = values.reshape(-1)
     if values.dtype != torch.float64:
         values = values.float()  # a cast inside the norm would lose two digits
@@ -235,9 +236,9 @@ def _row_norms(values: Tensor) -> Tensor:
 
 
 def real_values(gradient: Tensor) -> Tensor:
-    """Return the elements of a tensor of any layout as a contiguous real tensor, in the order of memory.
+    """Return the elements of a tensor of any layout as a contiguous real tensor, in memory order.
 
-    A complex element becomes two; of a sparse tensor the values that are kept are returned, rows added up.
+    A complex element becomes two real ones. A sparse tensor gives its coalesced values.
     """
     if type(gradient) is Tensor and gradient.layout is torch.strided and gradient.is_contiguous():
         return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
@@ -254,7 +255,7 @@ def real_values(gradient: Tensor) -> Tensor:
 
 
 def _summed(gradient: Tensor) -> Tensor:
-    """Return a gradient whose parts are shards or replicas, and no summands."""
+    """Return a gradient without partial placements: its parts are shards or replicas."""
     if not is_sharded(gradient):
         return gradient
     from torch.distributed.tensor import Replicate
@@ -268,7 +269,7 @@ def _summed(gradient: Tensor) -> Tensor:
 
 
 def _add_shards(rows: Tensor, gradients: Sequence[Tensor]) -> None:
-    """Add up, in place, rows of gradients that ranks share among them; replicas are alike already."""
+    """Sum the rows of sharded gradients over their ranks, in place. Replicas are equal already."""
     shared: dict[Any, list[int]] = {}
     for place, gradient in enumerate(gradients):
         if is_sharded(gradient):

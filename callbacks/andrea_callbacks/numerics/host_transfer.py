@@ -1,4 +1,4 @@
-"""Numbers on their way from a device to the host, and between ranks, without needless waiting."""
+"""Moves numbers from a device to the host, and between ranks, without needless waiting."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Numbers on their way from a device to the host.
+    """An asynchronous copy of numbers from a device to the host.
 
     Args:
-        values: (N,) on any device, its own: not written to before `read`.
+        values: (N,) on any device. Do not write to it before `read`.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -24,7 +24,7 @@ class HostCopy:
             self._arrived = torch.cuda.current_stream(values.device).record_event()
 
     def read(self) -> list[float]:
-        """Return the numbers as soon as they have arrived, whatever the device does after them."""
+        """Wait for the copy, but not for later work of the device, and return the numbers."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return cast("list[float]", self._values.tolist())
@@ -39,7 +39,7 @@ _reads_late = False
 
 
 def can_read_at_once(device: torch.device) -> bool:
-    """Say whether the host can read a number of a device without waiting for queued work: on a CPU."""
+    """Return whether the host can read a device's numbers without waiting for queued work: on a CPU."""
     return device.type == "cpu" and not _reads_late
 
 
@@ -55,7 +55,7 @@ def late_reading(is_late: bool = True) -> Generator[None]:
 
 
 def stack_scalars(*figures: Tensor | float) -> Tensor:
-    """Return (N,) the 0-d figures on the first one's device, in the widest type that it has."""
+    """Return the 0-d figures as (N,) on the first one's device, in its widest floating-point type."""
     device = cast(Tensor, figures[0]).device
     wide = widest(device)
     return torch.stack(
@@ -69,18 +69,18 @@ def stack_scalars(*figures: Tensor | float) -> Tensor:
 
 
 def is_distributed() -> bool:
-    """Say whether this process is one of several ranks that torch.distributed connects."""
+    """Return whether torch.distributed is initialized in this process."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def reduce_over_ranks(figures: Tensor, operation: Literal["max", "sum", "mean"] = "max") -> Tensor:
-    """Reduce figures over all ranks, in place, so that every rank has the same; a single rank keeps its own.
+    """Reduce figures over all ranks, in place; a single rank keeps its own.
 
-    Lightning's own reduction has the host wait at a barrier first.
+    Lightning's own reduction makes the host wait at a barrier first; this one does not.
 
     Args:
         figures: (N,) on the rank's device. All ranks must call this together.
-        operation: How figures of the ranks are combined.
+        operation: How to combine the ranks' figures.
     """
     if is_distributed():
         kinds = torch.distributed.ReduceOp
@@ -91,7 +91,7 @@ def reduce_over_ranks(figures: Tensor, operation: Literal["max", "sum", "mean"] 
 
 
 def gather_objects(own: Any) -> list[Any]:
-    """Return one plain object of every rank, in the order of the ranks. All ranks must call this together."""
+    """Return every rank's object, in rank order. All ranks must call this together."""
     if not is_distributed():
         return [own]
     gathered: list[Any] = [None] * torch.distributed.get_world_size()

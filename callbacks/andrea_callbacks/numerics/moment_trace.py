@@ -1,4 +1,4 @@
-"""How long one large gradient lives in Adam's moments.
+"""Computes how long one large gradient stays in Adam's moments.
 
 m <- beta1 m + (1 - beta1) g        a gradient g is (1 - beta1) beta1^k g of m after k more updates
 v <- beta2 v + (1 - beta2) g²       and (1 - beta2) beta2^k g² of v, whose root divides the rate
@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentTrace:
-    """How one large gradient lives on in Adam's moments; entry k is k updates after it.
+    """The effect of one large gradient on Adam's moments; entry k is k updates after it.
 
-    Norms are those of parts that point the same way, so that they add up: the worst case.
+    The figures assume that all gradients point the same way, so that norms add up: the worst case.
     """
 
     first_from_spike: tuple[float, ...]
-    """Norm of the first moment's part that is the spike's."""
+    """Norm of the spike's part of the first moment."""
     first: tuple[float, ...]
     """Norm of the first moment."""
     second_from_spike: tuple[float, ...]
-    """The second moment's part that is the spike's, in units of the squared gradient."""
+    """The spike's part of the second moment, in units of the squared gradient."""
     second: tuple[float, ...]
     """The second moment."""
     half_life_first: float
@@ -30,7 +30,7 @@ class MomentTrace:
 
     @property
     def share_of_first(self) -> tuple[float, ...]:
-        """How much of the first moment is the spike's."""
+        """The spike's share of the first moment."""
         return tuple(
             part / whole if whole else 0.0
             for part, whole in zip(self.first_from_spike, self.first, strict=True)
@@ -38,7 +38,7 @@ class MomentTrace:
 
     @property
     def rate_factor(self) -> tuple[float, ...]:
-        """What the rate of the other updates is multiplied by, since the spike is in the second moment."""
+        """Factor on the learning rate of later updates that the spike causes in the second moment."""
         return tuple(
             math.sqrt(1.0 - part / whole) if whole else 1.0
             for part, whole in zip(self.second_from_spike, self.second, strict=True)
@@ -53,17 +53,17 @@ def moment_trace(
     beta2: float = 0.999,
     max_norm: float | None = None,
 ) -> MomentTrace:
-    """Follow one gradient of an unusual norm through Adam's moments (Kingma and Ba, 2015, algorithm 1).
+    """Follow one gradient with an unusual norm through Adam's moments (Kingma and Ba, 2015, algorithm 1).
 
-    Before it and after it gradients have the typical norm, and the moments were steady.
+    All other gradients have the typical norm, and the moments are steady before the spike.
 
     Args:
-        spike: Norm of the one gradient.
-        typical: Norm of all others.
-        updates: How far it is followed.
+        spike: Norm of the unusual gradient.
+        typical: Norm of all other gradients.
+        updates: Number of updates to follow.
         beta1: Decay of the first moment, in [0, 1).
         beta2: Decay of the second moment, in [0, 1).
-        max_norm: Norm that gradients are clipped to before they enter; None clips nothing.
+        max_norm: Norm that gradients are clipped to first; None for no clip.
 
     Returns:
         `updates + 1` entries each, the first at the spike's own update.
@@ -101,5 +101,5 @@ def moment_trace(
 
 
 def half_life(beta: float) -> float:
-    """Return the updates in which what is in a moving average with decay `beta` halves; 0 for beta 0."""
+    """Return the half-life, in updates, of a moving average with decay `beta`; 0 for beta 0."""
     return math.log(0.5) / math.log(beta) if beta > 0 else 0.0

@@ -1,4 +1,4 @@
-"""The states of all random generators of a process, to go back to within a run or after it."""
+"""Saves and restores the states of all random generators of a process."""
 
 import random
 import sys
@@ -10,10 +10,10 @@ ACCELERATORS = ("cuda", "xpu", "mps")
 
 
 class RandomState:
-    """The states of all generators that a network may draw from: Python's, NumPy's, torch's.
+    """The states of all generators that a network may use: Python's, NumPy's and torch's.
 
     Args:
-        device: Besides the host's, the generator of this device.
+        device: Device whose generator is included besides the host's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class RandomState:
         self._numpy: Any = None if numpy is None else numpy.random.get_state()
 
     def restore(self) -> None:
-        """Go back to these states."""
+        """Restore these states."""
         random.setstate(self._python)
         torch.set_rng_state(self._torch)
         if self._device is not None:
@@ -48,10 +48,10 @@ class RandomState:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], device: torch.device) -> "RandomState":
-        """Return the states that `state_dict` gave.
+        """Return the states from a `state_dict`.
 
-        What a state does not hold, because it was taken on another kind of device or before NumPy was
-        imported, is that of now.
+        Generators missing in it, because it was taken on another kind of device or before NumPy was imported,
+        keep their current state.
         """
         made = cls(device)
         version, words, gauss = state["python"]

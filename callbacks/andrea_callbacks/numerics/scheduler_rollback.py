@@ -1,4 +1,4 @@
-"""Moves of a scheduler that can be undone."""
+"""Undoes moves of a learning-rate scheduler."""
 
 import copy
 from typing import Any, cast
@@ -8,10 +8,10 @@ from torch.optim import Optimizer
 
 
 class ScheduleMove:
-    """Remembers a scheduler as it is, so that its next move can be undone.
+    """Remembers a scheduler's state, so that its next move can be undone.
 
-    Its state goes back, and the rates, momenta and betas that it wrote between here and `end`; what others
-    write to the optimizer after that stays.
+    `undo` restores the scheduler's state, and the rates, momenta and betas that it wrote between construction
+    and `end`. Later writes of other code to the optimizer stay.
 
     Args:
         scheduler: Any with `state_dict`, `load_state_dict` and `optimizer`.
@@ -24,7 +24,7 @@ class ScheduleMove:
         self._changes: list[dict[str, tuple[Any, Any]]] = [{} for _ in self._before]
 
     def end(self) -> "ScheduleMove":
-        """Note what the scheduler has written."""
+        """Record what the scheduler has written."""
         self._changes = [
             {key: (old[key], new[key]) for key in old if key in new and old[key] != new[key]}
             for old, new in zip(self._before, self._values(), strict=True)
@@ -45,7 +45,7 @@ class ScheduleMove:
                     group[key] = old
 
     def _values(self) -> list[dict[str, Any]]:
-        """Return copies of what a scheduler may write: numbers, also in tensors and tuples."""
+        """Return copies of all values that a scheduler may write: numbers, tensors and tuples."""
         return [
             {
                 key: value.clone() if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""How far an update moved the weights: measured, once for all callbacks that ask."""
+"""Measures how far an update moved the weights, once for all callbacks."""
 
 from dataclasses import dataclass
 from typing import cast
@@ -30,12 +30,12 @@ _snapshots: "WeakKeyDictionary[pl.Trainer, dict[int, _Snapshot]]" = WeakKeyDicti
 
 
 def group_names(optimizer: Optimizer) -> list[str]:
-    """Return the names of an optimizer's groups: their `name`, or their place."""
+    """Return the names of an optimizer's groups: their `name`, or their index."""
     return [str(group.get("name", place)) for place, group in enumerate(optimizer.param_groups)]
 
 
 def remember_weights(trainer: pl.Trainer, optimizer: Optimizer, update: int) -> None:
-    """Keep a copy of an optimizer's weights before its step; takes their memory until `weight_change`."""
+    """Copy an optimizer's weights before its step. The copy lives until `weight_change`."""
     kept = _snapshots.setdefault(trainer, {})
     found = kept.get(id(optimizer))
     if found is None or found.update != update:
@@ -44,10 +44,10 @@ def remember_weights(trainer: pl.Trainer, optimizer: Optimizer, update: int) -> 
 
 
 def weight_change(trainer: pl.Trainer, optimizer: Optimizer, update: int) -> tuple[Tensor, Tensor] | None:
-    """Return (G,) norms of weights before an update and (G,) of what it added to them, for the G groups.
+    """Return (G,) norms of the weights before an update and (G,) norms of their change, for the G groups.
 
-    None unless `remember_weights` was called for this update. Sharded weights are summed over their ranks;
-    all ranks must call this together then. Nothing waits for an accelerator.
+    Returns None unless `remember_weights` was called for this update. Sharded weights are summed over their
+    ranks, which must call this together. Nothing waits for an accelerator.
     """
     found = _snapshots.get(trainer, {}).get(id(optimizer))
     if found is None or found.update != update:
@@ -59,7 +59,7 @@ def weight_change(trainer: pl.Trainer, optimizer: Optimizer, update: int) -> tup
 
 
 def forget_weights(trainer: pl.Trainer) -> None:
-    """Drop what an update that broke off has left."""
+    """Drop the copies of an update that was cut short."""
     _snapshots.pop(trainer, None)
 
 
