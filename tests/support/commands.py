@@ -5,6 +5,7 @@ child for each command, and for each script of tests: what a child does to itsel
 """
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -162,6 +163,8 @@ class Nursery:
 def serve() -> None:
     """Import everything, then fork a child for every request on the standard input."""
     importlib.import_module("andrea_pl.cli.main")
+    gc.collect()
+    gc.freeze()  # children would copy all of it when they collect garbage
 
     for line in sys.stdin:
         request = json.loads(line)

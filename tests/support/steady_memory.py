@@ -41,12 +41,12 @@ class Watch(pl.Callback):
             tensors.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
 
 
-rows = [[(7 * n + k) % 50 for k in range(16)] for n in range(64)]
+rows = [[(7 * n + k) % 50 for k in range(16)] for n in range(32)]
 data = TextDataModule(
     [TextSource(name="t", kind="tokens", documents=rows)],
     vocab_size=50,
     block_size=16,
-    sequences_per_update=8,
+    sequences_per_update=4,
     micro_batch_tokens=32,
     val_fraction=0.0,
 )
